@@ -1,0 +1,1 @@
+"""What decodes: models, weights, text, decoding, drafting and meters. Never imports the interface."""

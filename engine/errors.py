@@ -1,0 +1,51 @@
+"""Failures that a user can act on: one class per action, one line each, then what to do."""
+
+from __future__ import annotations
+
+
+class FlintError(Exception):
+    """A known failure. `str(error)` is one line; `hint` says what to do about it."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class CheckpointError(FlintError):
+    """A checkpoint, GGUF or packed file is malformed, truncated or incomplete."""
+
+
+class UnsupportedModel(FlintError):
+    """The model is well formed, but its architecture or quantisation is not one that flint decodes."""
+
+
+class ModelNotFound(FlintError):
+    """No catalogue entry, packed model, directory or file of that name."""
+
+
+class FetchError(FlintError):
+    """A download failed: no network, no permission, no such repository, or a wrong digest."""
+
+
+class DiskFull(FlintError):
+    """There is not enough room where the model would be written."""
+
+
+class ContextOverflow(FlintError):
+    """The prompt is longer than the context that the backend was opened with."""
+
+
+class BackendError(FlintError):
+    """A backend could not be opened, or failed while decoding."""
+
+
+class DeviceOutOfMemory(BackendError):
+    """Weights and KV cache do not fit; the message names the sizes and what would fit."""
+
+
+class DrafterError(FlintError):
+    """A drafter is corrupt or belongs to another model; decoding goes on without it."""
+
+
+class UsageError(FlintError):
+    """An option's value is out of range or contradicts another one (exit code 2)."""

@@ -1,0 +1,1 @@
+"""What a person sees: the commands and the full-screen app."""
