@@ -34,9 +34,11 @@ class Tokens:
 
     ids: the new tokens. text: what became printable with them (valid UTF-8; may be empty; held back while a stop
     string could still match). drafted / accepted: draft tokens verified and accepted in these steps (0 in single
-    pass). steps: verify or single steps taken. seconds: their duration, draft included. bytes: memory traffic by
-    the ledger. position_drafted[i] / position_accepted[i]: the same counts by draft position. draft_seconds: the
-    drafter's part of `seconds`. draft_mask: for each id, whether it was an accepted draft token.
+    pass). steps: verify or single steps taken (0 for the first token of a reply, which the prefill paid for).
+    verify_steps: those among them that verified a draft. seconds: their duration, draft included. bytes: memory
+    traffic by the ledger. position_drafted[i] / position_accepted[i]: the same counts by draft position.
+    draft_seconds: the drafter's part of `seconds`. draft_mask: for each id, whether it was an accepted draft token.
+    A stop token is among the ids, but never in the text.
     """
 
     ids: tuple[int, ...]
@@ -44,6 +46,7 @@ class Tokens:
     seconds: float
     bytes: int
     steps: int = 1
+    verify_steps: int = 0
     accepted: int = 0
     drafted: int = 0
     position_drafted: tuple[int, ...] = ()
@@ -61,7 +64,11 @@ class Note:
 
 @dataclass(frozen=True)
 class Usage:
-    """Totals of one reply. Decode figures leave out the first token, which belongs to the prefill."""
+    """Totals of one reply. Decode figures leave out the first token, which belongs to the prefill.
+
+    prompt_tokens: the whole prompt, of which cached_tokens were in the KV cache already. completion_tokens: a stop
+    token included.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -71,8 +78,10 @@ class Usage:
     decode_s: float
     decode_steps: int
     decode_bytes: int
+    verify_steps: int = 0
     accepted: int = 0
     drafted: int = 0
+    draft_s: float = 0.0
     accepted_per_position: tuple[float, ...] = field(default=())
 
     @property
@@ -95,17 +104,24 @@ class Usage:
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted draft tokens per verify step (1.0 in single pass)."""
-        return 1 + self.accepted / self.decode_steps if self.decode_steps else None
+        """1 + accepted draft tokens / verify steps; None when no draft was verified."""
+        return 1 + self.accepted / self.verify_steps if self.verify_steps else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Over all decode steps, those without a draft included."""
+        tokens = self.completion_tokens - 1
+        return tokens / self.decode_steps if self.decode_steps else None
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The reply is over. error: one line, set exactly when reason is "error"."""
+    """The reply is over. error: one line, set exactly when reason is "error"; hint: what to do about it, if known."""
 
     reason: FinishReason
     usage: Usage
     error: str = ""
+    hint: str = ""
 
 
 Event = PrefillProgress | Prefilled | Tokens | Note | Finished
