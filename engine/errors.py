@@ -31,6 +31,10 @@ class DiskFull(FlintError):
     """There is not enough room where the model would be written."""
 
 
+class Cancelled(FlintError):
+    """The user stopped a download or a pack; what was there before is untouched."""
+
+
 class ContextOverflow(FlintError):
     """The prompt is longer than the context that the backend was opened with."""
 
