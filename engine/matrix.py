@@ -1,0 +1,63 @@
+"""One weight matrix as the packed format stores it (the format itself is described in engine/packed.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+MatrixFormat = Literal["int4", "int8", "bf16"]
+GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How one matrix is stored, without its values. symmetric has a meaning for int4 only."""
+
+    format: MatrixFormat
+    group: int = 0  # 32, 64 or 128; 0 for bf16
+    symmetric: bool = True
+
+    def __str__(self) -> str:
+        asymmetric = "-asym" if self.format == "int4" and not self.symmetric else ""
+        return f"{self.format}-g{self.group}{asymmetric}" if self.group else self.format
+
+    def parts(self, name: str, n: int, k: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Tensors of weights.safetensors that hold the matrix: name -> (safetensors dtype, shape)."""
+        if self.format == "bf16":
+            return {name: ("BF16", (n, k))}
+        if self.group not in GROUPS or k % self.group:
+            raise ValueError(f"{name}: group {self.group} is not one of {GROUPS} or does not divide {k}")
+        q = ("I32", (n, k // 8)) if self.format == "int4" else ("I8", (n, k))
+        parts: dict[str, tuple[str, tuple[int, ...]]] = {f"{name}.q": q, f"{name}.scale": ("F16", (n, k // self.group))}
+        if self.format == "int4" and not self.symmetric:
+            parts[f"{name}.min"] = ("F16", (n, k // self.group))
+        return parts
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One weight matrix [n, k] (rows: outputs) in its stored form; arrays are usually views of a memory map."""
+
+    name: str
+    format: MatrixFormat
+    n: int
+    k: int
+    group: int  # 32, 64 or 128 input channels per scale; 0 for bf16
+    q: np.ndarray  # int4: int32 [n, k/8]; int8: int8 [n, k]; bf16: uint16 [n, k]
+    scale: np.ndarray | None  # float16 [n, k/group]
+    minimum: np.ndarray | None  # float16 [n, k/group], asymmetric int4 only
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, scales and minima."""
+        return self.q.nbytes + sum(a.nbytes for a in (self.scale, self.minimum) if a is not None)
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.format, self.group, symmetric=self.minimum is None)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Values, scales, minima: what is stored, in file order."""
+        return [a for a in (self.q, self.scale, self.minimum) if a is not None]
