@@ -1,0 +1,296 @@
+"""Text to token ids and back: a model's own tokenizer, with user text that can never become a special token."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import CheckpointError, UnsupportedModel, UsageError
+from engine.gguf_tokenizer import tokenizer_from_gguf
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from engine.packed import PackedModel
+
+__all__ = ["StopStrings", "TextStream", "Tokenizer", "tokenizer_from_gguf"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """Encodes and decodes with one vocabulary.
+
+    `encode_special_tokens` makes the library read special tokens as plain text, always; where they are wanted, they are
+    cut out of the text here, before the library sees it. So one instance serves both ways of encoding, and a special
+    token can only come from text that was marked as allowed to hold one.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+        self._spaces_first = _take_first_prefix(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: id for id, token in added.items() if token.special}
+        self._ordinary_added = {id: token.content for id, token in added.items() if not token.special}
+        self._special_pattern = _any_of(token for token in added.values() if token.special)
+        self._added_pattern = _any_of(added.values())
+        self._to_bytes, self.strips_first_space = _piece_decoder(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        self.special_ids = frozenset(self._special.values())
+        self.token_count: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> Tokenizer:
+        """Read a tokenizer.json. Raises CheckpointError when it is missing or malformed."""
+        from tokenizers import Tokenizer as LibraryTokenizer
+
+        try:
+            return cls(LibraryTokenizer.from_file(str(path)))
+        except (CheckpointError, UnsupportedModel):
+            raise
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path} is not a readable tokenizer: {_one_line(error)}") from None
+
+    @classmethod
+    def from_packed(cls, model: PackedModel) -> Tokenizer:
+        """The tokenizer of a packed model."""
+        return cls.from_file(model.tokenizer_path)
+
+    @property
+    def prefix_ids(self) -> list[int]:
+        """What the model's own tokenizer puts before a bare text (for llama: the begin-of-text id); often empty."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
+        return encoding.ids[:count]
+
+    def id_of(self, token: str) -> int | None:
+        """The id of one token by its text in the vocabulary."""
+        return self._tokenizer.token_to_id(token)
+
+    def token(self, id: int) -> str:
+        """The token's text in the vocabulary; special tokens read as they are written in templates. "" if unknown."""
+        return (self._tokenizer.id_to_token(id) or "") if 0 <= id < self.token_count else ""
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a text, with nothing added around it. special: whether special tokens written in it count as such.
+
+        Lone surrogates, which no UTF-8 text can hold, are read as U+FFFD.
+        """
+        return self.encode_parts([(text, special)])
+
+    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+        """Ids of a text given in (text, special) parts.
+
+        A special token counts only where it lies whole within one part marked special. Other text runs together across
+        parts, so that the ids are those of the joined text.
+        """
+        ids: list[int] = []
+        plain: list[str] = []
+        for text, special in parts:
+            end = 0
+            for match in self._find_special(text) if special else ():
+                plain.append(text[end : match.start()])
+                self._encode_plain(plain, ids)
+                ids.append(self._special_id(match.group()))
+                end = match.end()
+            plain.append(text[end:] if end else text)
+        self._encode_plain(plain, ids)
+        return ids
+
+    def find_special(self, text: str) -> list[tuple[int, int]]:
+        """(start, end) of every special token written in the text."""
+        return [match.span() for match in self._find_special(text)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
+        stream = TextStream(self)
+        return stream.push(ids) + stream.flush()
+
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes that a token stands for: empty for a special token and for an id outside the vocabulary."""
+        known = self._bytes.get(id)
+        if known is None:
+            if id in self.special_ids:
+                known = b""
+            elif id in self._ordinary_added:
+                known = self._ordinary_added[id].encode()
+            else:
+                known = self._to_bytes(self.token(id))
+            self._bytes[id] = known
+        return known
+
+    def _find_special(self, text: str) -> Iterator[re.Match[str]]:
+        return self._special_pattern.finditer(text) if self._special_pattern else iter(())
+
+    def _special_id(self, matched: str) -> int:
+        """The id of a special token, matched with or without white space that it swallows."""
+        return self._special[matched if matched in self._special else matched.strip()]
+
+    def _encode_plain(self, plain: list[str], ids: list[int]) -> None:
+        """Encode the collected text into ids, and forget it."""
+        text = _without_lone_surrogates("".join(plain))
+        plain.clear()
+        if not text:
+            return
+        if self._spaces_first and not ids and text[0] not in " ▁" and not _matches(self._added_pattern, text):
+            text = " " + text
+        ids.extend(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class TextStream:
+    """Decodes a reply token by token: each push returns the text that became complete.
+
+    Bytes of an unfinished character wait for the next token; special tokens, and ids in `hidden`, give no text. The
+    pieces of any way of cutting `ids` add up to `tokenizer.decode(ids)`. Constant time per token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = tokenizer.strips_first_space
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Text that became printable with these ids."""
+        data = b"".join(self._tokenizer.bytes_of(id) for id in ids if id not in self._hidden)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """The end of the reply: U+FFFD where a character stayed incomplete, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopStrings:
+    """Ends a reply at the first stop string, never showing any part of it.
+
+    Text that might be the beginning of a stop string is held back. Where several match, the one complete first counts
+    (of those, the longest), so the result does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise UsageError("a stop string is empty", "give every stop string at least one character")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now. Once `matched` is set, always empty."""
+        if not self._stops or self.matched is not None:
+            return "" if self.matched is not None else text
+        text = self._held + text
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            self._held = ""
+            return text[:start]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """The end of the reply: what was held back and turned out not to be a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that is a beginning of stop, but not all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _any_of(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
+    """Matches any of the tokens, the longest where several begin, with the white space that they swallow."""
+    ordered = sorted(tokens, key=lambda token: len(token.content), reverse=True)
+    alternatives = [
+        (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+        for token in ordered
+        if token.content
+    ]
+    return re.compile("|".join(alternatives)) if alternatives else None
+
+
+def _matches(pattern: re.Pattern[str] | None, text: str) -> bool:
+    return pattern is not None and pattern.match(text) is not None
+
+
+def _without_lone_surrogates(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _state(component: Any) -> dict[str, Any]:
+    """The configuration of a normalizer, pre-tokenizer or decoder, as in tokenizer.json; {} for None."""
+    return json.loads(component.__getstate__()) if component is not None else {}
+
+
+def _take_first_prefix(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Whether a text's very beginning gets a space (Metaspace with prepend_scheme "first").
+
+    The library would give one to every piece that is encoded on its own, so that this is turned off in it, and done
+    in `Tokenizer._encode_plain`.
+    """
+    state = json.dumps(_state(tokenizer.pre_tokenizer))
+    never = state.replace('"prepend_scheme": "first"', '"prepend_scheme": "never"')
+    if never == state:
+        return False
+    pre_tokenizer: Any = tokenizer.pre_tokenizer
+    pre_tokenizer.__setstate__(never.encode())
+    tokenizer.pre_tokenizer = pre_tokenizer
+    return True
+
+
+def _piece_decoder(tokenizer: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How one token of the vocabulary turns into bytes, and whether the text's first space is the tokenizer's own."""
+    state = _state(tokenizer.decoder)
+    steps = state.get("decoders", [state]) if state else []
+    kinds = {step["type"]: step for step in steps}
+    if "ByteLevel" in kinds:
+        return _byte_level_bytes, False
+    unknown = kinds.keys() - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    if unknown or not kinds:
+        raise UnsupportedModel(f"the tokenizer's decoder {', '.join(sorted(unknown)) or '(none)'} is not supported")
+    metaspace = kinds.get("Metaspace", {})
+    space = metaspace.get("replacement") or kinds.get("Replace", {}).get("pattern", {}).get("String", "▁")
+    strips = kinds.get("Strip", {}).get("start", 0) > 0 or metaspace.get("prepend_scheme", "never") != "never"
+
+    def to_bytes(token: str) -> bytes:
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(space, " ").encode()
+
+    return to_bytes, strips
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:  # not written in the byte alphabet: the token is its own text
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's byte for each printable character that stands for one: bytes that print stand for themselves, the others,
+    in order, are written from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()
