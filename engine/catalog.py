@@ -47,7 +47,6 @@ class CatalogEntry:
     context: int  # tokens that the model was trained to attend over
     stop_tokens: tuple[str, ...]
     sampling: Sampling = field(default_factory=Sampling)
-    bits: int = 4  # of the default packing; a GGUF keeps its own quantisation
     gated: bool = False  # the licence must be accepted on the hub first
 
     @property
@@ -151,7 +150,11 @@ def near_matches(name: str, known: list[str]) -> list[str]:
 
 def not_found(name: str, known: list[str], what: str = "model") -> ModelNotFound:
     """The error for an unknown name, with near matches or the way to see all of them."""
-    shown = name if len(name) <= 80 else name[:77] + "..."
     near = near_matches(name, known)
     hint = f"did you mean {' or '.join(near)}?" if near else "`flint models` lists what can be packed"
-    return ModelNotFound(f"No {what} named {shown!r}", hint)
+    return ModelNotFound(f"No {what} named {shorten(name)}", hint)
+
+
+def shorten(name: str) -> str:
+    """A name that somebody typed, quoted for an error line."""
+    return repr(name if len(name) <= 80 else name[:77] + "...")
