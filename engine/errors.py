@@ -51,5 +51,9 @@ class DrafterError(FlintError):
     """A drafter is corrupt or belongs to another model; decoding goes on without it."""
 
 
+class ChatTemplateError(FlintError):
+    """A chat template does not compile, or refuses the conversation."""
+
+
 class UsageError(FlintError):
     """An option's value is out of range or contradicts another one (exit code 2)."""
