@@ -146,6 +146,24 @@ class ModelConfig:
                 base = base * (keep + (1 - keep) / factor)
         return base.astype(np.float32)
 
+    @classmethod
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        *,
+        tied: bool = True,
+        vocab_size: int | None = None,
+        rope_divisors: tuple[float, ...] | None = None,
+    ) -> ModelConfig:
+        """From a GGUF file's metadata; the keywords are what only its tensors tell.
+
+        tied: there is no output.weight. vocab_size: rows of the embedding. rope_divisors: rope_freqs.weight.
+        Raises UnsupportedModel (one line naming what is not supported) or CheckpointError.
+        """
+        from engine.checkpoint.gguf_config import config_from_gguf
+
+        return config_from_gguf(metadata, tied=tied, vocab_size=vocab_size, rope_divisors=rope_divisors)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back to an equal config."""
         return dataclasses.asdict(self)

@@ -56,7 +56,7 @@ def quantize_int4(
         scale[rows] = scales.reshape(-1, k // group)
         q[rows] = pack_nibbles(codes.reshape(-1, k))
 
-    _each_chunk(n, k, work)
+    each_chunk(n, k, work)
     return Matrix(name, "int4", n, k, group, q, scale, minimum)
 
 
@@ -78,7 +78,7 @@ def quantize_int8(w: np.ndarray, group: int, name: str = "") -> Matrix:
         q[rows] = codes.reshape(-1, k)
         scale[rows] = scales.reshape(-1, k // group)
 
-    _each_chunk(n, k, work)
+    each_chunk(n, k, work)
     return Matrix(name, "int8", n, k, group, q, scale, None)
 
 
@@ -109,7 +109,7 @@ def dequantize(matrix: Matrix) -> np.ndarray:
         if matrix.minimum is not None:
             out += matrix.minimum[rows, :, None].astype(np.float32)
 
-    _each_chunk(matrix.n, matrix.k, work)
+    each_chunk(matrix.n, matrix.k, work)
     return w
 
 
@@ -235,7 +235,7 @@ def _check(w: np.ndarray, group: int, name: str) -> tuple[int, int]:
     return n, k
 
 
-def _each_chunk(n: int, k: int, work: Callable[[slice], None]) -> None:
+def each_chunk(n: int, k: int, work: Callable[[slice], None]) -> None:
     """Run `work` over slices of about _CHUNK_WEIGHTS weights, on every core (numpy's loops release the GIL)."""
     rows = max(1, _CHUNK_WEIGHTS // max(k, 1))
 
