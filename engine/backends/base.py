@@ -57,11 +57,12 @@ class TokenBatch:
     """Tokens that a whole-loop backend produced since the last batch.
 
     ids: token ids in order. seconds: for each, the backend's clock at its completion, in seconds since the start of
-    the stream. error: set in the last batch when the backend failed (then the stream ends).
+    the stream. error: one line, set in the last batch when the backend failed (then the stream ends).
     """
 
     ids: list[int]
     seconds: list[float]
+    error: str = ""
 
 
 class TokenStream(Protocol):
