@@ -4,11 +4,14 @@ from __future__ import annotations
 
 
 class FlintError(Exception):
-    """A known failure. `str(error)` is one line; `hint` says what to do about it."""
+    """A known failure. `str(error)` is one line; `hint` says what to do about it.
+
+    Both may quote names out of files and answers of servers, so line breaks and control characters are replaced.
+    """
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+        super().__init__(printable(message))
+        self.hint = printable(hint)
 
 
 class CheckpointError(FlintError):
@@ -57,3 +60,8 @@ class ChatTemplateError(FlintError):
 
 class UsageError(FlintError):
     """An option's value is out of range or contradicts another one (exit code 2)."""
+
+
+def printable(text: str) -> str:
+    """The text as one line that cannot control a terminal."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from flint_tui.commands import models, pack
+
 app = typer.Typer(
     name="flint",
     help="The fastest way to talk to one language model from a terminal.",
@@ -39,6 +41,10 @@ def flint(
     ] = False,
 ) -> None:
     """Options before any command."""
+
+
+pack.register(app)
+models.register(app)
 
 
 def report(error: BaseException) -> int:
