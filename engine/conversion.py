@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def plan_storage(
     checkpoint: Checkpoint,
     bits: int | None = None,
     group: int | None = None,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
     embed_bits: int | None = None,
 ) -> dict[str, Storage]:
     """How each matrix will be stored, by name.
@@ -28,7 +28,8 @@ def plan_storage(
     bits: 4, 8 or 16 for every matrix. None keeps what a quantised checkpoint holds: int4 and int8 codes as they are,
     other quantised types (Q5_K, Q6_K, ...) as int8 in groups of 32; floating-point matrices become int4. embed_bits:
     the same for embed and head (default: as bits). group: 32, 64 or 128; None keeps the checkpoint's where its codes
-    are kept, else 128. Where it does not divide a matrix's K, the largest smaller one that does is taken.
+    are kept, else 128. Where it does not divide a matrix's K, the largest smaller one that does is taken. symmetric:
+    int4 without or with minima; None keeps the checkpoint's where its codes are kept, else symmetric.
     """
     plan: dict[str, Storage] = {}
     for name in checkpoint.names():
@@ -39,10 +40,17 @@ def plan_storage(
     return plan
 
 
-def convert(checkpoint: Checkpoint, name: str, storage: Storage, importance: np.ndarray | None = None) -> Matrix:
+def convert(
+    checkpoint: Checkpoint,
+    name: str,
+    storage: Storage,
+    importance: np.ndarray | None = None,
+    after_rows: Callable[[int], None] = lambda rows: None,
+) -> Matrix:
     """Matrix `name` in the given storage: the checkpoint's own codes where they are that, else quantised.
 
-    importance: float32 [k], see `quantize_int4`. Holds the result and some 100 MB, whatever the matrix's size.
+    importance: float32 [k], see `quantize_int4`. after_rows: called while quantising with the number of rows done; may
+    raise to stop. Holds the result and some 100 MB, whatever the matrix's size.
     """
     if checkpoint.storage(name) == storage:
         matrix = checkpoint.read_matrix(name)
@@ -56,6 +64,7 @@ def convert(checkpoint: Checkpoint, name: str, storage: Storage, importance: np.
         piece = _quantize(checkpoint.read_float(name, rows), storage, importance, name)
         for whole, array in zip(parts, piece.arrays(), strict=True):
             whole[rows] = array
+        after_rows(rows.stop)
     q, scale, minimum = (*parts, None, None)[:3]
     assert q is not None
     return Matrix(name, storage.format, n, k, storage.group, q, scale, minimum)
@@ -82,9 +91,11 @@ def describe(checkpoint: Checkpoint, plan: Mapping[str, Storage]) -> Quantizatio
 _NUMPY = {"I32": np.int32, "I8": np.int8, "BF16": np.uint16, "F16": np.float16}
 
 
-def _choose(checkpoint: Checkpoint, name: str, k: int, bits: int | None, group: int | None, symmetric: bool) -> Storage:
+def _choose(
+    checkpoint: Checkpoint, name: str, k: int, bits: int | None, group: int | None, symmetric: bool | None
+) -> Storage:
     own = checkpoint.storage(name)
-    if own is not None and _acceptable(own, bits, group):
+    if own is not None and _acceptable(own, bits, group, symmetric):
         return own
     quantised = own is None and checkpoint.quantized(name)
     match bits or (8 if quantised else 4):
@@ -93,15 +104,17 @@ def _choose(checkpoint: Checkpoint, name: str, k: int, bits: int | None, group: 
         case 8:
             return Storage("int8", _group(name, k, group or (32 if quantised else 128)))
         case 4:
-            return Storage("int4", _group(name, k, group or 128), symmetric)
+            return Storage("int4", _group(name, k, group or 128), symmetric is not False)
         case other:
             raise ValueError(f"bits must be 4, 8 or 16, not {other}")
 
 
-def _acceptable(own: Storage, bits: int | None, group: int | None) -> bool:
+def _acceptable(own: Storage, bits: int | None, group: int | None, symmetric: bool | None) -> bool:
     if own.format == "bf16":
         return bits == 16
     if group is not None and own.group != group:
+        return False
+    if own.format == "int4" and symmetric not in (None, own.symmetric):
         return False
     return bits is None or own.format == f"int{bits}"
 

@@ -207,13 +207,15 @@ def _write_tensors(
     for name in writer.names:
         size = packed_size({name: shapes[name]}, storage)
 
-        def tick(share: float, name: str = name, before: int = done, size: int = size) -> None:
-            check_cancelled(cancel)
-            progress(Progress("pack", name, before + int(share * size), total))
+        rows = shapes[name][0]
 
-        tick(0.0)
+        def after_rows(count: int, name: str = name, before: int = done, size: int = size, rows: int = rows) -> None:
+            check_cancelled(cancel)
+            progress(Progress("pack", name, before + size * count // rows, total))
+
+        after_rows(0)
         if len(shapes[name]) == 2:
-            writer.add_matrix(convert(checkpoint, name, storage[name]))
+            writer.add_matrix(convert(checkpoint, name, storage[name], after_rows=after_rows))
         else:
             writer.add_vector(name, checkpoint.read_float(name))
         done += size
@@ -251,8 +253,7 @@ def _with_stop_tokens(config: ModelConfig, tokenizer: bytes, entry: CatalogEntry
 
 
 def _storage(checkpoint: Checkpoint, options: PackOptions) -> dict[str, Storage]:
-    symmetric = options.symmetric is not False
-    return plan_storage(checkpoint, options.bits, options.group, symmetric, options.head_bits)
+    return plan_storage(checkpoint, options.bits, options.group, options.symmetric, options.head_bits)
 
 
 def _estimate(target: Target, options: PackOptions, fetch: Fetch) -> int:
