@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -61,3 +62,9 @@ class Matrix:
     def arrays(self) -> list[np.ndarray]:
         """Values, scales, minima: what is stored, in file order."""
         return [a for a in (self.q, self.scale, self.minimum) if a is not None]
+
+    def rows(self, ids: Sequence[int]) -> Matrix:
+        """The matrix of these rows, in their order: a copy."""
+        index = np.asarray(ids, dtype=np.int64)
+        taken = [None if a is None else a[index] for a in (self.q, self.scale, self.minimum)]
+        return replace(self, n=len(index), q=taken[0], scale=taken[1], minimum=taken[2])

@@ -1,0 +1,141 @@
+"""`flint draft`: make and judge a drafter: harvest conversations, train a head on them, evaluate it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+draft = typer.Typer(name="draft", help="Make and judge speculative drafters.", no_args_is_help=True)
+
+Model = Annotated[str | None, typer.Argument(help="A packed model; the default one if left out.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(draft)
+
+
+@draft.command()
+def harvest(
+    out: Annotated[Path, typer.Option(help="Folder for the shards; shards already there are kept.")],
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 20_000_000,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL of {"text": ...}: how user turns begin. Default: flint\'s own openers.')
+    ] = None,
+    length: Annotated[int, typer.Option(min=64, help="Tokens per conversation.")] = 768,
+    batch: Annotated[int, typer.Option(min=1, help="Conversations written at once.")] = 1024,
+    greedy_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of conversations with greedy replies.")
+    ] = 0.5,
+    seed: int = 0,
+    device: Device = None,
+) -> None:
+    """Let the model write its own conversations: training data without a data set."""
+    from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, load_openers
+    from engine.drafting.harvest import harvest as run
+    from engine.errors import UsageError
+
+    packed, tokenizer, template = _open(model)
+    ends = packed.config.eos_token_ids
+    if not ends:
+        raise UsageError("this model names no end-of-turn token")
+    turns = TurnTokens.from_template(lambda messages, prompt: template.encode(messages, tokenizer, prompt), ends[0])
+    openers = [tokenizer.encode(text) for text in load_openers(prompts or _asset("prompts/openers.jsonl"))]
+    options = HarvestOptions(tokens=tokens, length=length, batch=batch, greedy_share=greedy_share, seed=seed)
+    harvester = Harvester(_target(packed, device), turns, openers, options)
+    with _progress("harvest") as report:
+        written = run(harvester, out, report)
+    typer.echo(f"{written:,} tokens in {out}")
+
+
+@draft.command()
+def train(
+    data: Annotated[Path, typer.Option(help="Folder of a harvest.")],
+    out: Annotated[Path, typer.Option(help="The drafter file to write.")],
+    model: Model = None,
+    draft_vocab: Annotated[int, typer.Option(min=2, help="Most frequent tokens that the head covers.")] = 8192,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="Draft positions unrolled in training.")] = 5,
+    learning_rate: float = 1e-3,
+    batch: Annotated[int, typer.Option(min=1)] = 32,
+    epochs: Annotated[int, typer.Option(min=1)] = 1,
+    hard_labels: Annotated[
+        bool, typer.Option(help="Train on the target's argmax instead of its distribution.")
+    ] = False,
+    warm_start: Annotated[bool, typer.Option(help="Start from the target's last layer.")] = True,
+    max_seconds: Annotated[float | None, typer.Option(min=1, help="Stop (annealed) after this long.")] = None,
+    seed: int = 0,
+    device: Device = None,
+) -> None:
+    """Train an EAGLE-3 style head by training-time test. Checkpoints beside OUT; run again to resume."""
+    from engine.drafting.checkpoint import save_drafter, target_fingerprint
+    from engine.drafting.train import TrainOptions, TrainProgress, read_shards
+    from engine.drafting.train import train as run
+
+    packed, _, _ = _open(model)
+    options = TrainOptions(
+        draft_vocab=draft_vocab,
+        depth=depth,
+        learning_rate=learning_rate,
+        batch=batch,
+        epochs=epochs,
+        hard_labels=hard_labels,
+        warm_start=warm_start,
+        max_seconds=max_seconds,
+        seed=seed,
+    )
+
+    def report(now: TrainProgress) -> None:
+        rates = " ".join(f"{rate:.3f}" for rate in now.accuracy)
+        line = f"step {now.step}/{now.steps}  loss {now.loss:.4f}  accuracy {rates}  {now.seconds:.0f} s"
+        typer.echo(line, err=True)
+
+    checkpoint = out.with_suffix(".training")
+    head = run(_target(packed, device), read_shards(data), options, checkpoint, report)
+    save_drafter(out, head, target_fingerprint(packed))
+    checkpoint.unlink(missing_ok=True)
+    typer.echo(str(out))
+
+
+def _open(model: str | None):
+    from engine.loading import open_model
+
+    from engine.chat_template import ChatTemplate
+    from engine.tokenizer import Tokenizer
+
+    packed = open_model(model)
+    tokenizer = Tokenizer.from_packed(packed)
+    return packed, tokenizer, ChatTemplate.from_packed(packed)
+
+
+def _target(packed, device: str | None):
+    import torch
+
+    from engine.drafting.batched_target import BatchedTarget
+
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return BatchedTarget(packed, name, torch.bfloat16 if name.startswith("cuda") else torch.float32)
+
+
+def _asset(name: str) -> Path:
+    from importlib.resources import files
+
+    return Path(str(files("assets") / name))
+
+
+def _progress(label: str):
+    """A context manager yielding report(done, total): a Rich bar on a terminal, nothing otherwise."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar():
+        with Progress(console=Console(stderr=True), disable=not Console(stderr=True).is_terminal) as progress:
+            task = progress.add_task(label, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+    return bar()
