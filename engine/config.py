@@ -147,6 +147,16 @@ class ModelConfig:
         return base.astype(np.float32)
 
     @classmethod
+    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From a Hugging Face config.json and (for its stop tokens) generation_config.json.
+
+        Raises UnsupportedModel (one line naming what is not supported) or CheckpointError.
+        """
+        from engine.checkpoint.hf_config import config_from_hf
+
+        return config_from_hf(config, generation)
+
+    @classmethod
     def from_gguf(
         cls,
         metadata: Mapping[str, Any],

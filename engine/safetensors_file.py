@@ -72,6 +72,17 @@ class SafetensorsFile:
         array = flat.reshape(info.shape)
         return array if array.flags.aligned else array.copy()
 
+    def release(self) -> None:
+        """Drop the file's pages from this process's memory; they come back when touched."""
+        release(self._map, 0, len(self._map))
+
+
+def release(data: mmap.mmap, start: int, nbytes: int) -> None:
+    """Give back the memory of a part of a map (it counts as this process's until then). No-op where unsupported."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
+
 
 def map_file(path: Path) -> mmap.mmap:
     """A read-only memory map of a whole file; CheckpointError where it is missing, empty or unreadable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,10 +29,15 @@ class Checkpoint(ABC):
 
     def names(self) -> list[str]:
         """All canonical names, in order."""
-        return list(tensor_shapes(self.config))
+        return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tensor_shapes(self.config)[name]
+        """(n,) of a norm, (n, k) of a matrix. KeyError for an unknown name."""
+        return self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return tensor_shapes(self.config)
 
     @abstractmethod
     def storage(self, name: str) -> Storage | None:

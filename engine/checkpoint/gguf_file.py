@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.safetensors_file import map_file
+from engine.safetensors_file import map_file, release
 
 # Block layout of the types that flint reads: (weights per block, bytes per block).
 BLOCKS = {
@@ -97,9 +97,7 @@ class GgufFile:
     def release(self, name: str) -> None:
         """Drop the tensor's pages from this process's memory; they come back when touched."""
         tensor = self.tensors[name]
-        if hasattr(mmap, "MADV_DONTNEED"):
-            start = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, tensor.start + tensor.nbytes - start)
+        release(self._map, tensor.start, tensor.nbytes)
 
 
 class _Cursor:
