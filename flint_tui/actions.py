@@ -1,0 +1,82 @@
+"""Every action of the app, once: its key, its words, where it applies. Bindings, the footer, the help screen, the
+command palette and the key file are all made from this list."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual.binding import Binding
+
+
+@dataclass(frozen=True)
+class Action:
+    """id: name in keys.toml and, as action_<id>, the method. key: default keys, comma separated.
+    short: the footer's word, "" to leave it out of the footer."""
+
+    id: str
+    key: str
+    title: str
+    group: str
+    short: str = ""
+
+    def binding(self) -> Binding:
+        return Binding(
+            self.key,
+            self.id,
+            self.short or self.title,
+            show=bool(self.short),
+            id=self.id,
+            priority=True,
+            tooltip=self.title,
+        )
+
+
+CHAT_ACTIONS = (
+    Action("stop", "escape", "Stop the reply (never leaves the app)", "Reply", "stop"),
+    Action("toggle_mode", "ctrl+t", "Switch between single pass and speculative decoding", "Reply", "mode"),
+    Action("regenerate", "f5", "Answer the last prompt again", "Reply"),
+    Action("edit", "f6", "Edit a prompt and send it again", "Reply"),
+    Action("tint", "f7", "Tint accepted draft tokens", "Reply", "tint"),
+    Action("sampling", "f3", "Sampling settings", "Reply"),
+    Action("system_prompt", "f4", "System prompt", "Reply"),
+    Action("editor", "ctrl+g", "Write the prompt in $EDITOR", "Reply"),
+    Action("models", "f2", "Change or pack a model", "Model", "model"),
+    Action("bench", "f9", "Benchmark and roofline", "Model", "bench"),
+    Action("new", "ctrl+n", "New conversation", "Conversation"),
+    Action("conversations", "ctrl+o", "Open, search, rename or delete conversations", "Conversation", "chats"),
+    Action("fork", "alt+f", "Fork the conversation at the chosen message", "Conversation"),
+    Action("rename", "alt+r", "Rename this conversation", "Conversation"),
+    Action("delete", "alt+delete", "Delete this conversation", "Conversation"),
+    Action("export", "ctrl+s", "Export to Markdown or JSON", "Conversation"),
+    Action("copy_reply", "ctrl+y", "Copy the last (or chosen) message", "Copy"),
+    Action("copy_code", "alt+c", "Copy the last code block", "Copy"),
+    Action("copy_all", "alt+a", "Copy the whole conversation", "Copy"),
+    Action("message_up", "alt+up", "Choose the message above", "Move"),
+    Action("message_down", "alt+down", "Choose the message below", "Move"),
+    Action("page_up", "pageup", "Scroll up a page", "Move"),
+    Action("page_down", "pagedown", "Scroll down a page", "Move"),
+    Action("top", "ctrl+home", "Go to the start", "Move"),
+    Action("bottom", "ctrl+end", "Go to the end", "Move"),
+    Action("panels", "f8", "Show or hide the panels", "View"),
+    Action("log", "ctrl+l", "Log: what native code and libraries wrote", "View"),
+)
+APP_ACTIONS = (
+    Action("help", "f1", "Every key", "App", "help"),
+    Action("command_palette", "ctrl+p", "Command palette: every action by name", "App", "all"),
+    Action("theme", "f12", "Next theme", "App"),
+    Action("interrupt", "ctrl+c", "Copy the selection, else stop the reply, else quit (twice)", "App"),
+    Action("suspend", "ctrl+z", "Suspend; `fg` comes back", "App"),
+    Action("quit_app", "ctrl+q", "Quit", "App", "quit"),
+)
+ACTIONS = (*CHAT_ACTIONS, *APP_ACTIONS)
+
+# Keys that belong to a widget; shown on the help screen.
+FIXED_KEYS = (
+    ("Compose", "enter", "Send"),
+    ("Compose", "shift+enter, ctrl+j, alt+enter", "New line (Ctrl+J where the terminal cannot tell Shift+Enter)"),
+    ("Compose", "up, down", "Earlier and later prompts"),
+    ("Compose", "alt+z", "Undo"),
+    ("Move", "tab", "Between transcript and composer"),
+    ("Move", "j k g G space", "Scroll while the transcript has the focus"),
+)
+EXTRA_IDS = ("composer.submit", "composer.newline")

@@ -1,0 +1,190 @@
+"""The Textual app: settings, themes, the engine thread and the store around the chat screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from textual.app import App
+from textual.binding import BindingType
+from textual.filter import LineFilter, NoColor
+
+from flint_tui import themes
+from flint_tui.actions import ACTIONS, APP_ACTIONS, EXTRA_IDS
+from flint_tui.conversations import Conversation, ConversationStore
+from flint_tui.decode_thread import EngineThread, JobDone, OpenEngine
+from flint_tui.engine_door import TurnOptions
+from flint_tui.fd_guard import FdGuard
+from flint_tui.session import Session
+from flint_tui.settings import Settings, SettingsError, load_keys
+
+if TYPE_CHECKING:
+    from flint_tui.options import ChatOptions
+
+QUIT_WINDOW_S = 2.0  # a second Ctrl+C within it quits
+
+
+class FlintApp(App[None]):
+    """`open_engine` runs in the engine thread; tests give one that opens a fake."""
+
+    TITLE = "flint"
+    CSS_PATH = "flint.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [action.binding() for action in APP_ACTIONS]
+    ENABLE_COMMAND_PALETTE = True
+    ESCAPE_TO_MINIMIZE = False
+
+    def __init__(
+        self,
+        open_engine: OpenEngine,
+        *,
+        model: str | None = None,
+        system: str = "",
+        options: TurnOptions | None = None,
+        resume: str | None = None,
+        store: ConversationStore | None = None,
+        guard: FdGuard | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if os.environ.get("NO_COLOR") == "":
+            del os.environ["NO_COLOR"]  # only a non-empty value counts; Textual looks at its presence
+        problems: list[SettingsError] = []
+        try:
+            self.settings = Settings.load()
+        except SettingsError as error:
+            self.settings = Settings()
+            problems.append(error)
+        super().__init__()
+        self.guard = guard or FdGuard()
+        self.clock = clock
+        self.copied = ""
+        self.engine_thread = EngineThread(open_engine)
+        self.store = store or ConversationStore()
+        self.session = Session(self.store, self.engine_thread, clock)
+        self.session.system = system
+        if options is not None:
+            self.session.options = options
+        self._model = model
+        self._resume = resume
+        self._quit_asked = -QUIT_WINDOW_S
+        self._jobs: dict[str, Callable[[JobDone], Any]] = {}
+        for theme in (themes.DARK, themes.LIGHT):
+            self.register_theme(theme)
+        self.theme = themes.NO_COLOR_THEME if self.no_color else self._theme_name()
+        try:
+            self.set_keymap(load_keys((*(action.id for action in ACTIONS), *EXTRA_IDS)))
+        except SettingsError as error:
+            problems.append(error)
+        self._problems = problems
+
+    def _theme_name(self) -> str:
+        return self.settings.theme if self.settings.theme in self.available_themes else themes.DARK.name
+
+    def get_theme_variable_defaults(self) -> dict[str, str]:
+        return themes.ANSI_DEFAULTS if self.current_theme.ansi else themes.DEFAULTS
+
+    def get_line_filters(self) -> list[LineFilter]:
+        # NO_COLOR means the terminal's own two colours, which are readable by definition; emphasis stays.
+        return [NoColor()] if self.no_color else list(super().get_line_filters())
+
+    # -- life
+
+    def on_mount(self) -> None:
+        from flint_tui.chat_screen import ChatScreen
+
+        if self._resume is not None:
+            self.session.open(self.store.find(self._resume))
+        self.chat = ChatScreen(self.session)
+        self.push_screen(self.chat)
+        for problem in self._problems:
+            self.notify(f"{problem}\n{problem.hint}", title="Settings", severity="error", markup=False)
+        self.call_after_refresh(self.load_model, self._model)
+
+    def load_model(self, model: str | None) -> None:
+        self.engine_thread.load(model)
+        self.chat.watch_engine()
+
+    def shut_down(self) -> None:
+        """Stop decoding and write what is unsaved; called before the screen goes and again after."""
+        self.engine_thread.cancel()
+
+    def log_line(self, text: str) -> None:
+        self.guard.add(text)
+
+    def change_settings(self, settings: Settings) -> None:
+        self.settings = settings
+        settings.save()
+
+    def job_done(self, outcome: JobDone) -> None:
+        done = self._jobs.pop(outcome.name, None)
+        if done is not None:
+            done(outcome)
+
+    def open_conversation(self, conversation: Conversation) -> None:
+        self.session.open(conversation)
+        self.chat.show_conversation()
+        self.chat.show_state()
+        self.chat.show_figures()
+
+    # -- actions
+
+    def action_interrupt(self) -> None:
+        """Ctrl+C: copy what is selected, else stop the reply, else quit when pressed twice."""
+        selected = self.screen.get_selected_text() or getattr(self.focused, "selected_text", "")
+        if selected:
+            self.chat.copy(selected)
+            self.screen.clear_selection()
+        elif self.session.replying:
+            self.chat.action_stop()
+        elif self.clock() - self._quit_asked < QUIT_WINDOW_S:
+            self.action_quit_app()
+        else:
+            self._quit_asked = self.clock()
+            self.notify("Press Ctrl+C again to quit", timeout=QUIT_WINDOW_S)
+
+    def action_quit_app(self) -> None:
+        self.shut_down()
+        self.exit()
+
+    async def action_quit(self) -> None:
+        self.action_quit_app()
+
+    def action_suspend(self) -> None:
+        self.action_suspend_process()
+
+    def action_theme(self) -> None:
+        names = [themes.DARK.name, themes.LIGHT.name, "ansi-dark", "ansi-light"]
+        at = names.index(self.theme) if self.theme in names else -1
+        self.theme = names[(at + 1) % len(names)]
+
+
+def run(app: FlintApp) -> int:
+    """Run the app on the terminal with descriptors 1 and 2 guarded; returns the exit code."""
+    with app.guard.active():
+        app.run()
+    idle = app.engine_thread.close()
+    app.store.close()
+    if not idle:
+        # A model is still being loaded, or a step is running: the terminal is restored and everything is saved, so
+        # nobody has to wait for native code to notice.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(app.return_code or 0)
+    return app.return_code or 0
+
+
+def run_app(options: ChatOptions) -> int:
+    """Run the chat until the user leaves; returns the exit code."""
+    from flint_tui.engine_door import opener, turn_options
+
+    return run(
+        FlintApp(
+            opener(options),
+            model=options.model,
+            system=options.system or "",
+            options=turn_options(options),
+            resume=options.resume,
+        )
+    )

@@ -1,0 +1,271 @@
+"""What the chat shows: everything that the engine thread says goes to the transcript and the panels."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from engine.events import Finished, Note, Prefilled, PrefillProgress, Tokens
+from flint_tui.decode_thread import JobDone, Loaded, LoadFailed, Loading, ReplyEvent
+from flint_tui.live import EngineFacts, merge
+from flint_tui.session import Session, footer_of
+from flint_tui.text.document import Document
+from flint_tui.text.safety import printable
+from flint_tui.widgets.composer import Composer
+from flint_tui.widgets.entry import Entry
+from flint_tui.widgets.live_strip import LiveStrip
+from flint_tui.widgets.queue_line import QueueLine
+from flint_tui.widgets.sidebar import Sidebar
+from flint_tui.widgets.status_line import ModeToggle, StatusLine
+from flint_tui.widgets.transcript import Transcript
+from flint_tui.widgets.welcome import Welcome
+
+if TYPE_CHECKING:
+    from flint_tui.app import FlintApp
+
+DRAIN_S = 1 / 20
+MOST_SKIPPED = 5
+DRAINS_PER_PANEL_UPDATE = 3  # 6.7 Hz
+
+
+class ChatView(Screen[None]):
+    """Transcript, composer, status line, panels. What keys do is in chat_screen.py."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (36, "-tall")]  # noqa: RUF012
+    app: FlintApp  # type: ignore[assignment]
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.facts: EngineFacts | None = None
+        self.engine_state = ""
+        self.reply_entry: Entry | None = None
+        self._ticks = 0
+        self._skip = 0
+
+    def compose(self) -> ComposeResult:
+        yield StatusLine(id="status")
+        with Horizontal(id="body"):
+            with Vertical(id="talk"):
+                yield Welcome(id="welcome")
+                yield Transcript(id="transcript")
+                yield LiveStrip(id="live-strip")
+                yield QueueLine(id="queue")
+                yield Composer(id="composer", placeholder="Ask anything. Enter sends, Ctrl+J starts a new line.")
+            yield Sidebar(id="sidebar")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.transcript = self.query_one(Transcript)
+        self.composer = self.query_one(Composer)
+        self.sidebar = self.query_one(Sidebar)
+        self.strip = self.query_one(LiveStrip)
+        self.status = self.query_one(StatusLine)
+        self.queue_line = self.query_one(QueueLine)
+        self.welcome = self.query_one(Welcome)
+        self.queue_line.display = False
+        self.composer.set_history(self.session.store.prompts())
+        self.set_class(not self.app.settings.panels, "-no-panels")
+        self.drain_timer = self.set_interval(DRAIN_S, self.drain, pause=True)
+        self.show_conversation()
+        self.show_state()
+        self.composer.focus()
+
+    # -- what the engine thread says
+
+    def watch_engine(self) -> None:
+        """A job was given: look into the outbox until it is done. While nothing runs no timer does."""
+        self._skip = 0
+        self.drain_timer.resume()
+
+    def drain(self) -> None:
+        """Show everything that happened since the last call, with one paint."""
+        if self._skip:
+            self._skip -= 1
+            return
+        started = time.perf_counter()
+        self._ticks += 1
+        busy = self.session.engine.busy  # before draining: what it put last is then in the outbox
+        tokens: list[Tokens] = []
+        for outcome in self.session.engine.drain():
+            if isinstance(outcome, ReplyEvent) and isinstance(outcome.event, Tokens) and self._is_current(outcome):
+                tokens.append(outcome.event)
+                continue
+            self._show_tokens(tokens)
+            tokens = []
+            match outcome:
+                case Loading(model):
+                    self.engine_state = f"loading {model}" if model else "loading"
+                    self.show_state()
+                case Loaded(facts):
+                    self._loaded(facts)
+                case LoadFailed(error, hint):
+                    self.engine_state = "no model"
+                    self.show_state()
+                    self.show_error(error, hint)
+                case JobDone():
+                    self.app.job_done(outcome)
+                case ReplyEvent() if self._is_current(outcome):
+                    self._show_event(outcome)
+                case ReplyEvent():
+                    pass  # of a reply that was already given up
+        self._show_tokens(tokens)
+        if self._ticks % DRAINS_PER_PANEL_UPDATE == 0:
+            self.session.live.sample()
+            self.show_figures()
+        if not busy:
+            self.drain_timer.pause()
+            self.show_figures()
+        # A slow screen is updated less often, so that at most a quarter of the time goes into it.
+        self._skip = min(MOST_SKIPPED, int((time.perf_counter() - started) * 3 / DRAIN_S))
+
+    def _is_current(self, outcome: ReplyEvent) -> bool:
+        return self.session.reply is not None and outcome.reply == self.session.reply.number
+
+    def _show_tokens(self, events: list[Tokens]) -> None:
+        if not events:
+            return
+        merged = merge(events)
+        for event in merged:
+            self.session.live.feed(event)
+        entry = self.reply_entry
+        assert entry is not None
+        speculative = any(any(event.draft_mask) for event in events)
+        for event in events if speculative else merged:
+            text, marks = self.session.grow(event)
+            if text:
+                entry.document.append(text, marks)
+        entry.footer = ""
+        self.transcript.changed(entry)
+
+    def _show_event(self, outcome: ReplyEvent) -> None:
+        entry = self.reply_entry
+        match outcome.event:
+            case PrefillProgress(done, total) as event:
+                self.session.live.feed(event)
+                if entry is not None:
+                    entry.footer = f"reading the prompt · {done:,} of {total:,} tokens"
+                    self.transcript.changed(entry)
+            case Prefilled() as event:
+                self.session.live.feed(event)
+            case Note(text):
+                self.app.log_line(text)
+                self.notify(printable(text), markup=False)
+            case Finished() as event:
+                self._finish(event)
+            case other:
+                raise TypeError(f"unknown decoder event {type(other).__name__}")
+
+    def _finish(self, event: Finished) -> None:
+        self.session.live.feed(event)
+        message, held = self.session.finish(event)
+        entry, self.reply_entry = self.reply_entry, None
+        if entry is not None:
+            if held:
+                entry.document.append(held)
+            entry.document.close()
+            entry.running = False
+            entry.footer = footer_of(message) if message is not None else ""
+            if message is None:
+                self.transcript.drop(entry)
+            else:
+                entry.message = len(self.session.messages) - 1
+                self.transcript.changed(entry)
+        if event.reason == "error":
+            self.show_error(event.error, event.hint)
+        self.show_figures()
+        self.show_state()
+        if self.session.queue and event.reason in ("stop", "length"):
+            self.send(self.session.queue.pop(0))
+        else:
+            self.take_back_queue()
+
+    def _loaded(self, facts: EngineFacts) -> None:
+        self.facts = facts
+        self.engine_state = ""
+        self.session.model = facts.model
+        if self.session.options.mode == "speculative" and facts.verify_width < 2:
+            self.session.options = replace(self.session.options, mode="single")
+        self.show_state()
+        self.show_figures()
+
+    # -- what the user says
+
+    def on_composer_submitted(self, event: Composer.Submitted) -> None:
+        if self.session.replying:
+            self.session.queue.append(event.text)
+            self.show_queue()
+        else:
+            self.send(event.text)
+
+    def send(self, text: str) -> None:
+        """Ask now."""
+        text = printable(text)
+        self.session.ask(text)
+        self.welcome.display = False
+        entry = Entry("user", Document(text, plain=True), message=len(self.session.messages) - 1)
+        self.transcript.add(entry)
+        self.show_reply()
+
+    def show_reply(self) -> None:
+        """The reply that was just started gets its place."""
+        document = Document(closed=False, tint=self.app.settings.tint)
+        self.reply_entry = Entry("assistant", document, running=True)
+        self.transcript.add(self.reply_entry)
+        self.show_queue()
+        self.show_state()
+        self.watch_engine()
+
+    def take_back_queue(self) -> None:
+        """Nothing typed is lost or sent unasked: prompts that wait go back into the composer."""
+        if self.session.queue:
+            self.composer.take_back(self.session.queue)
+            self.session.queue.clear()
+        self.show_queue()
+
+    def on_transcript_selected(self, event: Transcript.Selected) -> None:
+        self.transcript.choose(None if self.transcript.cursor is event.entry else event.entry)
+
+    # -- showing
+
+    def show_conversation(self) -> None:
+        """The session's messages, from their end."""
+        entries = []
+        for index, message in enumerate(self.session.messages):
+            user = message.role == "user"
+            document = Document(message.text, plain=user, tint=self.app.settings.tint, marks=message.marks)
+            entries.append(Entry(message.role, document, "" if user else footer_of(message), message=index))
+        self.reply_entry = None
+        self.welcome.display = not entries
+        self.transcript.replace_all(entries)
+
+    def show_error(self, error: str, hint: str = "") -> None:
+        text = f"{error}\n{hint}" if hint else error
+        self.welcome.display = False
+        self.transcript.add(Entry("error", Document(printable(text), plain=True)))
+
+    def show_state(self) -> None:
+        session = self.session
+        self.status.show_engine(self.facts, self.engine_state)
+        pending = session.reply is not None and session.reply.mode != session.options.mode
+        self.query_one(ModeToggle).show_mode(session.options.mode, pending)
+        self.welcome.show_engine(self.facts, self.engine_state)
+
+    def show_queue(self) -> None:
+        self.queue_line.show_queue(self.session.queue, self.size.width)
+
+    def show_figures(self) -> None:
+        facts = self.facts or EngineFacts("", "", 0)
+        figures = self.session.live.figures
+        if self.sidebar.display:
+            self.sidebar.show_figures(facts, figures, self.session.live.last)
+        if self.strip.display:
+            self.strip.show_figures(facts, figures, self.strip.size.width)
+        self.status.show_context(self.facts, figures)

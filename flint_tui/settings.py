@@ -1,0 +1,86 @@
+"""The user's settings: settings.json, which the app writes, and keys.toml, which it only reads.
+
+# keys.toml
+[keys]
+toggle_mode = "ctrl+s"
+regenerate = "f5,ctrl+r"
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from engine.errors import FlintError
+from engine.paths import config_dir
+
+
+class SettingsError(FlintError):
+    """A settings file is malformed, or has a key that flint does not know."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """theme: a theme's name, "" for flint-dark. panels: show the sidebar. tint: colour accepted draft tokens."""
+
+    theme: str = ""
+    panels: bool = True
+    tint: bool = False
+
+    @classmethod
+    def load(cls) -> Settings:
+        """Raises SettingsError, naming the file and the key."""
+        path = config_dir() / "settings.json"
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"{path}: {error}", "correct or remove it") from None
+        if not isinstance(raw, dict):
+            raise SettingsError(f"{path}: expected an object", "correct or remove it")
+        known = {field.name: type(field.default) for field in fields(cls)}
+        for key, value in raw.items():
+            if key not in known:
+                raise SettingsError(f"{path}: unknown setting {key!r}", f"known: {', '.join(known)}")
+            if type(value) is not known[key]:
+                raise SettingsError(f"{path}: {key} must be a {known[key].__name__}", "correct or remove it")
+        return cls(**raw)
+
+    def save(self) -> None:
+        """Atomic; a failure is not worth an interruption."""
+        path = config_dir() / "settings.json"
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+
+def keys_path() -> Path:
+    return config_dir() / "keys.toml"
+
+
+def load_keys(known: tuple[str, ...]) -> dict[str, str]:
+    """Action id -> keys. Raises SettingsError for an unknown id or a value that is no string."""
+    path = keys_path()
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: {error}", "correct or remove it") from None
+    keys = raw.pop("keys", {})
+    if raw or not isinstance(keys, dict):
+        raise SettingsError(f"{path}: expected one table, [keys]", "correct or remove it")
+    for action, key in keys.items():
+        if action not in known:
+            raise SettingsError(f"{path}: unknown action {action!r}", f"known: {', '.join(known)}")
+        if not isinstance(key, str) or not key.strip():
+            raise SettingsError(f"{path}: {action} must name its keys in a string", 'for example "ctrl+s"')
+    return keys

@@ -1,0 +1,87 @@
+"""The first line: which model on which backend, how full the context is, and which mode is on."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.message import Message
+from textual.widget import Widget
+
+from flint_tui.live import EngineFacts, Figures, Mode
+from flint_tui.widgets.glyphs import line_bar
+
+
+class StatusLabel(Widget):
+    """Text of a fixed place, repainted when it changes."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self._content = Content("")
+
+    def show(self, content: Content) -> None:
+        if content.plain != self._content.plain or content.spans != self._content.spans:
+            self._content = content
+            self.refresh()
+
+    def render(self) -> Content:
+        return self._content
+
+
+class ModeToggle(StatusLabel):
+    """single ◇ speculative: a click switches, and so does the key."""
+
+    class Toggled(Message):
+        """The other mode was chosen."""
+
+    def __init__(self) -> None:
+        super().__init__("mode")
+
+    def show_mode(self, mode: Mode, pending: bool) -> None:
+        """pending: a reply of the other mode is still running."""
+        on = "bold $accent" if mode == "speculative" else "bold $single"
+        single, speculative = (on, "$muted") if mode == "single" else ("$muted", on)
+        diamond = "◆" if mode == "speculative" else "◇"
+        self.show(
+            Content.assemble(
+                ("single", single),
+                " ",
+                (diamond, on),
+                " ",
+                ("speculative", speculative),
+                (" next", "$muted") if pending else "",
+            )
+        )
+
+    def on_click(self) -> None:
+        self.post_message(self.Toggled())
+
+
+class StatusLine(Horizontal):
+    def compose(self) -> ComposeResult:
+        yield StatusLabel("brand")
+        yield StatusLabel("context")
+        yield ModeToggle()
+
+    def on_mount(self) -> None:
+        self.query_one("#brand", StatusLabel).show(Content.assemble(("▲ ", "$accent"), ("flint", "bold")))
+
+    def show_engine(self, facts: EngineFacts | None, state: str) -> None:
+        """The open model, or what is happening instead (loading, failed)."""
+        parts: list[tuple[str, str]] = [("▲ ", "$accent"), ("flint", "bold")]
+        if facts is not None:
+            parts += [("  ", ""), (facts.model, "$foreground"), ("  ", ""), (facts.backend, "$muted")]
+        if state:
+            parts += [("  ", ""), (state, "$warning")]
+        self.query_one("#brand", StatusLabel).show(Content.assemble(*parts))
+
+    def show_context(self, facts: EngineFacts | None, figures: Figures) -> None:
+        if facts is None:
+            return
+        used, size = figures.context_used, facts.context_size
+        share = used / size if size else 0.0
+        style = "$error" if share > 0.95 else "$warning" if share > 0.8 else "$primary"
+        gauge = line_bar(share, 8, style)
+        self.query_one("#context", StatusLabel).show(
+            Content.assemble(("context ", "$muted"), gauge, (f" {used:,}", ""), (f" / {size:,}", "$muted"))
+        )
