@@ -1,0 +1,264 @@
+// What the GPU prefill does between two matrix products: dequantisation, embedding, norms, rotary positions, the KV
+// cache's writes and the gated activation. The products themselves are cuBLAS and flash attention, called by prefill.py.
+//
+// The residual stream x is float32 [M, hidden]. Operands of products are fp16, not bf16: three more bits of mantissa
+// keep a deep model's logits eight times closer to float32. fp16's smaller range is met by scaling each row of the gated
+// activation, the one operand that no norm bounds, by a power of two. Attention reads one layer's keys and values at a
+// time from a plain fp16 buffer [kv_heads, positions, dim]; the decoder's cache keeps them in bf16, in its own order.
+//
+// Every kernel has 256 threads a block and compiles once for all models: shapes are arguments.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "kv_layout.cuh"
+#include "prefill_weights.cuh"
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int GATED_EXPONENT = 14;  // a row of the gated activation is scaled to a largest magnitude in [2^13, 2^14)
+
+struct __align__(16) Half8 {
+    __half2 pair[4];
+};
+
+struct __align__(16) Bf16x8 {
+    __nv_bfloat16 element[8];
+};
+
+__device__ __forceinline__ float warp_sum(float value) {
+    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+    for (int offset = 16; offset > 0; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+    return value;
+}
+
+// `value` (>= 0) summed or maximised over the block; every thread gets the result. Once per kernel: `partial` is not
+// protected for reuse.
+template <float (*OVER_WARP)(float)>
+__device__ __forceinline__ float over_block(float value, float* partial) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    value = OVER_WARP(value);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return OVER_WARP(lane < WARPS ? partial[lane] : 0.0f);
+}
+
+__device__ __forceinline__ Half8 to_half8(const float (&value)[8]) {
+    Half8 out;
+    for (int i = 0; i < 4; i++) out.pair[i] = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
+    return out;
+}
+
+// out [n, k] fp16 = the dequantised rows first_row .. first_row + n of `matrix`. One warp takes 1024 weights of a row:
+// four independent loads a lane, and stores of 512 consecutive bytes a warp. Grid (ceil(n / 8), ceil(k / 1024)).
+extern "C" __global__ void __launch_bounds__(THREADS) dequantise(Matrix matrix, int first_row, int n, __half* out) {
+    const int row = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (row >= n) return;
+    const int items = matrix.k / 8, first = blockIdx.y * 128 + threadIdx.x % 32;
+    Packed8 packed[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (first + 32 * i < items) packed[i] = load8(matrix, first_row + row, first + 32 * i);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (first + 32 * i < items) {
+            float value[8];
+            unpack8(matrix, packed[i], value);
+            reinterpret_cast<Half8*>(out + size_t(row) * matrix.k)[first + 32 * i] = to_half8(value);
+        }
+}
+
+// x [M, hidden] = multiplier * the embedding's row of each token. Grid M.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    embed(Matrix matrix, const int* tokens, float multiplier, float* x) {
+    for (int item = threadIdx.x; item < matrix.k / 8; item += THREADS) {
+        float value[8];
+        unpack8(matrix, load8(matrix, tokens[blockIdx.x], item), value);
+        for (int i = 0; i < 8; i++) x[size_t(blockIdx.x) * matrix.k + item * 8 + i] = multiplier * value[i];
+    }
+}
+
+// x += alpha * row_scale * y (y [M, n] float32, or null: x as it is; row_scale [M] or null: 1), then
+// out [M, n] fp16 = x / rms(x) * weight. Grid M; n a multiple of 4.
+extern "C" __global__ void __launch_bounds__(THREADS) add_and_norm(
+    float* x, const float* y, const float* row_scale, float alpha, const float* weight, float eps, __half* out, int n) {
+    __shared__ float partial[WARPS];
+    const size_t row = blockIdx.x;
+    float4* const xs = reinterpret_cast<float4*>(x + row * n);
+    const float4* const ys = reinterpret_cast<const float4*>(y + row * n);
+    const float scale = alpha * (row_scale ? row_scale[row] : 1.0f);
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < n / 4; i += THREADS) {
+        float4 v = xs[i];
+        if (y) {
+            const float4 add = ys[i];
+            v = make_float4(v.x + scale * add.x, v.y + scale * add.y, v.z + scale * add.z, v.w + scale * add.w);
+            xs[i] = v;
+        }
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float inverse = rsqrtf(over_block<warp_sum>(squares, partial) / n + eps);
+    for (int i = threadIdx.x; i < n / 4; i += THREADS) {
+        const float4 v = xs[i], w = reinterpret_cast<const float4*>(weight)[i];
+        __half2* const target = reinterpret_cast<__half2*>(out + row * n) + 2 * i;
+        target[0] = __floats2half2_rn(v.x * inverse * w.x, v.y * inverse * w.y);
+        target[1] = __floats2half2_rn(v.z * inverse * w.z, v.w * inverse * w.w);
+    }
+}
+
+// One warp per token and head of qkv [M, (heads + 2 * kv_heads) * dim] float32: RMSNorm over the head where its weight
+// is given (queries and keys of qwen3), rotation by the half-split convention (cosine, sine [M, dim / 2] float32), then
+// queries to q [M, heads, dim] fp16, keys and values to positions start .. start + M - 1 of [kv_heads, positions, dim].
+// Grid (M, ceil((heads + 2 * kv_heads) / 8)).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    rotate(const float* qkv, const float* cosine, const float* sine, const float* q_norm, const float* k_norm, float eps,
+           __half* q, __half* keys, __half* values, int heads, int kv_heads, int dim, int start, int positions) {
+    const int token = blockIdx.x, head = blockIdx.y * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (head >= heads + 2 * kv_heads) return;
+    const int half_dim = dim / 2;
+    const float* const in = qkv + (size_t(token) * (heads + 2 * kv_heads) + head) * dim;
+    const bool is_query = head < heads, is_value = head >= heads + kv_heads;
+    const float* const norm = is_query ? q_norm : is_value ? nullptr : k_norm;
+
+    float inverse = 1.0f;
+    if (norm) {
+        float squares = 0.0f;
+        for (int i = lane; i < dim; i += 32) squares += in[i] * in[i];
+        inverse = rsqrtf(warp_sum(squares) / dim + eps);
+    }
+    __half* out;
+    if (is_query)
+        out = q + (size_t(token) * heads + head) * dim;
+    else if (is_value)
+        out = values + (size_t(head - heads - kv_heads) * positions + start + token) * dim;
+    else
+        out = keys + (size_t(head - heads) * positions + start + token) * dim;
+    for (int i = lane; i < half_dim; i += 32) {
+        float low = in[i] * inverse, high = in[i + half_dim] * inverse;
+        if (norm) low *= norm[i], high *= norm[i + half_dim];
+        if (!is_value) {
+            const float c = cosine[size_t(token) * half_dim + i], s = sine[size_t(token) * half_dim + i];
+            const float turned = low * c - high * s;
+            high = high * c + low * s;
+            low = turned;
+        }
+        out[i] = __float2half_rn(low);
+        out[i + half_dim] = __float2half_rn(high);
+    }
+}
+
+__device__ __forceinline__ Bf16x8 zeros() {
+    Bf16x8 out;
+    for (int i = 0; i < 8; i++) out.element[i] = __float2bfloat16_rn(0.0f);
+    return out;
+}
+
+__device__ __forceinline__ Bf16x8 to_bf16(const Half8& in) {
+    Bf16x8 out;
+    for (int i = 0; i < 4; i++) {
+        const float2 pair = __half22float2(in.pair[i]);
+        out.element[2 * i] = __float2bfloat16_rn(pair.x);
+        out.element[2 * i + 1] = __float2bfloat16_rn(pair.y);
+    }
+    return out;
+}
+
+__device__ __forceinline__ Half8 to_half(const Bf16x8& in) {
+    Half8 out;
+    for (int i = 0; i < 4; i++)
+        out.pair[i] = __floats2half2_rn(__bfloat162float(in.element[2 * i]), __bfloat162float(in.element[2 * i + 1]));
+    return out;
+}
+
+// Copies positions between the decoder's cache (kv_layout.cuh) and the plain keys, values [kv_heads, positions, dim] of
+// one layer. A thread moves one 16-byte unit of keys and one of values, so the cache's side is always coalesced.
+// `cache`: the layer's first block; `head_units`: a head's units there. TO_CACHE writes whole blocks from first_block
+// on, zeros at `end` and after; else positions below `end` are read. Grid (blocks, kv_heads).
+template <int HEAD_DIM, bool TO_CACHE>
+__device__ __forceinline__ void copy_block(
+    Bf16x8* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {
+    constexpr int UNITS = KV_BLOCK * HEAD_DIM / 8, OWNED = HEAD_DIM / 8;  // units of keys, and as many of values
+    const int first = (first_block + blockIdx.x) * KV_BLOCK;
+    Bf16x8* const packed = cache + blockIdx.y * head_units + size_t(first / KV_BLOCK) * 2 * UNITS;
+    const size_t plain = (size_t(blockIdx.y) * positions + first) * HEAD_DIM;
+    for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) {
+        {  // eight dimensions of one position
+            const int position = unit / OWNED, dim = unit % OWNED * 8;
+            Bf16x8* const there = packed + key_offset<HEAD_DIM>(position, dim) / 8;
+            Half8* const here = reinterpret_cast<Half8*>(keys + plain + position * HEAD_DIM + dim);
+            const bool present = first + position < end;
+            if (TO_CACHE)
+                *there = present ? to_bf16(*here) : zeros();
+            else if (present)
+                *here = to_half(*there);
+        }
+        {  // a pair of dimensions of positions 2t, 2t + 1, 2t + 8, 2t + 9, one dimension after the other
+            const int t = unit % 4, dim = unit / 4 % 8 * OWNED + unit / 32 * 2;
+            Bf16x8* const there = packed + value_offset<HEAD_DIM>(2 * t, dim) / 8;
+            Bf16x8 moved = TO_CACHE ? zeros() : *there;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int position = 2 * t + i % 2 + i / 2 * 8;
+                if (first + position >= end) continue;
+                __half2* const here = reinterpret_cast<__half2*>(values + plain + position * HEAD_DIM + dim);
+                if (TO_CACHE) {
+                    const float2 pair = __half22float2(*here);
+                    moved.element[i] = __float2bfloat16_rn(pair.x);
+                    moved.element[i + 4] = __float2bfloat16_rn(pair.y);
+                } else {
+                    *here = __floats2half2_rn(__bfloat162float(moved.element[i]), __bfloat162float(moved.element[i + 4]));
+                }
+            }
+            if (TO_CACHE) *there = moved;
+        }
+    }
+}
+
+#define COPY_KERNELS(HEAD_DIM)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) write_cache_##HEAD_DIM(                                    \
+        Bf16x8* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {\
+        copy_block<HEAD_DIM, true>(cache, head_units, keys, values, first_block, end, positions);                    \
+    }                                                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS) read_cache_##HEAD_DIM(                                     \
+        Bf16x8* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {\
+        copy_block<HEAD_DIM, false>(cache, head_units, keys, values, first_block, end, positions);                   \
+    }
+COPY_KERNELS(64)
+COPY_KERNELS(128)
+
+__device__ __forceinline__ void gated8(const Half8& gate, const Half8& up, float (&out)[8]) {
+    for (int i = 0; i < 4; i++) {
+        const float2 g = __half22float2(gate.pair[i]), u = __half22float2(up.pair[i]);
+        out[2 * i] = g.x / (1.0f + __expf(-g.x)) * u.x;
+        out[2 * i + 1] = g.y / (1.0f + __expf(-g.y)) * u.y;
+    }
+}
+
+// out [M, inner] fp16 = silu(gate) * up / row_scale, with gate and up the two halves of a row of gate_up [M, 2 * inner];
+// row_scale [M] float32 is the power of two that the consumer multiplies back. Grid M; inner a multiple of 8.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    gate(const __half* gate_up, __half* out, float* row_scale, int inner) {
+    __shared__ float partial[WARPS];
+    const size_t row = blockIdx.x;
+    const Half8* const gates = reinterpret_cast<const Half8*>(gate_up + row * 2 * inner);
+    const Half8* const ups = reinterpret_cast<const Half8*>(gate_up + row * 2 * inner + inner);
+    float value[8], largest = 0.0f;
+    for (int i = threadIdx.x; i < inner / 8; i += THREADS) {
+        gated8(gates[i], ups[i], value);
+        for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(value[j]));
+    }
+    largest = over_block<warp_max>(largest, partial);
+    int exponent;
+    frexpf(fmaxf(largest, 1e-30f), &exponent);  // the floor keeps 2^-exponent finite in a row of zeros
+    const float shrink = ldexpf(1.0f, GATED_EXPONENT - exponent);
+    for (int i = threadIdx.x; i < inner / 8; i += THREADS) {  // the row is 2 * inner halves: it stays in the L1 cache
+        gated8(gates[i], ups[i], value);
+        for (float& v : value) v *= shrink;
+        reinterpret_cast<Half8*>(out + row * inner)[i] = to_half8(value);
+    }
+    if (threadIdx.x == 0) row_scale[row] = ldexpf(1.0f, exponent - GATED_EXPONENT);
+}

@@ -1,0 +1,228 @@
+"""The prefill's kernels, run on the CPU, and the whole prefill over them against torch_reference."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_longlong
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.torch_reference import TorchReference, rms_norm, rotate
+from engine.config import Family
+from engine.matrix import Matrix, Storage
+from engine.packed import PackedModel
+from engine.quantize import dequantize
+from kernels.build import ARCHITECTURES, compile_cubin
+from kernels.cuda.driver import Driver, Module
+from kernels.cuda.kv_layout import cache_shape, pack_keys, pack_values
+from kernels.cuda.prefill import HEAD_DIMS, SOURCE, DeviceMatrix, Prefill
+from tests.fake_cuda import FakeLibcuda, emulator
+from tests.synthetic import random_matrix, small_config, write_random_packed
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_without_spills(arch: str):
+    cubin = compile_cubin(SOURCE, arch=arch)
+    copies = {f"{copy}_cache_{dim}" for copy in ("read", "write") for dim in HEAD_DIMS}
+    assert {r.name for r in cubin.reports} == {"dequantise", "embed", "add_and_norm", "rotate", "gate", *copies}
+    assert all(r.spills == 0 and r.stack == 0 for r in cubin.reports)
+    assert all(r.registers <= 64 for r in cubin.reports)  # four blocks of 256 threads fit an SM
+
+
+@pytest.fixture(scope="session")
+def module() -> Module:
+    launch = emulator()
+    if launch is None:
+        pytest.skip("no g++ to run the kernels on the CPU")
+    return Module(Driver(FakeLibcuda(launch=launch)), b"")
+
+
+def uploaded(matrix: Matrix) -> DeviceMatrix:
+    return DeviceMatrix.upload(matrix.q, matrix.scale, matrix.minimum, group=matrix.group, device=CPU)
+
+
+STORAGES = [
+    Storage("int4", 32),
+    Storage("int4", 64, symmetric=False),
+    Storage("int4", 128),
+    Storage("int8", 32),
+    Storage("int8", 128),
+    Storage("bf16"),
+]
+
+
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(9, 128), (3, 1152)])  # 1152: one full warp's share and a part
+def test_dequantise(module: Module, storage: Storage, n: int, k: int):
+    matrix = random_matrix("w", n + 2, k, storage, np.random.default_rng(0))
+    stored, out = uploaded(matrix), torch.full((n, k), torch.nan, dtype=torch.float16)
+    grid = (-(-n // 8), -(-k // 1024), 1)
+    module.kernel("dequantise").launch(grid, 256, [stored.argument(), c_int(2), c_int(n), out])
+    expected = torch.from_numpy(dequantize(matrix))[2:].half()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("storage", [STORAGES[0], STORAGES[3], STORAGES[5]], ids=str)
+def test_embed(module: Module, storage: Storage):
+    matrix = random_matrix("embed", 10, 256, storage, np.random.default_rng(1))
+    tokens = torch.tensor([9, 0, 4, 4], dtype=torch.int32)
+    stored, x = uploaded(matrix), torch.full((4, 256), torch.nan)
+    module.kernel("embed").launch(4, 256, [stored.argument(), tokens, c_float(12.0), x])
+    assert torch.equal(x, 12 * torch.from_numpy(dequantize(matrix))[tokens.long()])
+
+
+@pytest.mark.parametrize("n", [64, 1188])  # less than, and not a multiple of, what the block covers at once
+@pytest.mark.parametrize("with_scale", [False, True])
+def test_add_and_norm(module: Module, n: int, with_scale: bool):
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(3, n, generator=generator), 5 * torch.randn(3, n, generator=generator)
+    weight, scale = torch.rand(n, generator=generator), torch.tensor([0.25, 1.0, 4.0])
+    expected = x + 0.22 * y * (scale[:, None] if with_scale else 1)
+    out = torch.full((3, n), torch.nan, dtype=torch.float16)
+    arguments = [x, y, scale if with_scale else None, c_float(0.22), weight, c_float(1e-5), out, c_int(n)]
+    module.kernel("add_and_norm").launch(3, 256, arguments)
+    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(out.float(), rms_norm(expected, weight, 1e-5), rtol=1e-3, atol=1e-6)
+
+
+def test_add_and_norm_without_an_update_leaves_x_alone(module: Module):
+    x = torch.randn(2, 64)
+    before, out = x.clone(), torch.empty(2, 64, dtype=torch.float16)
+    module.kernel("add_and_norm").launch(
+        2, 256, [x, None, None, c_float(9.0), torch.ones(64), c_float(1e-5), out, c_int(64)]
+    )
+    assert torch.equal(x, before)
+    torch.testing.assert_close(out.float(), rms_norm(before, torch.ones(64), 1e-5), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rotate(module: Module, dim: int, with_norm: bool):
+    heads, kv_heads, tokens, start, positions = 5, 2, 3, 4, 9
+    generator = torch.Generator().manual_seed(3)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=generator)
+    angles = torch.rand(tokens, dim // 2, generator=generator) * 6
+    q_norm, k_norm = torch.rand(2, dim, generator=generator) + 0.5
+    q = torch.full((tokens, heads, dim), torch.nan, dtype=torch.float16)
+    keys, values = torch.full((2, kv_heads, positions, dim), torch.nan, dtype=torch.float16)
+    norms = (q_norm, k_norm) if with_norm else (None, None)
+    sizes = [c_int(v) for v in (heads, kv_heads, dim, start, positions)]
+    arguments = [qkv, angles.cos(), angles.sin(), *norms, c_float(1e-6), q, keys, values, *sizes]
+    module.kernel("rotate").launch((tokens, 2, 1), 256, arguments)
+
+    split = qkv.view(tokens, heads + 2 * kv_heads, dim).transpose(0, 1).split([heads, kv_heads, kv_heads])
+    expected_q, expected_k, expected_v = split
+    if with_norm:
+        expected_q, expected_k = rms_norm(expected_q, q_norm, 1e-6), rms_norm(expected_k, k_norm, 1e-6)
+    expected_q, expected_k = (rotate(t, angles.cos(), angles.sin()) for t in (expected_q, expected_k))
+    written = slice(start, start + tokens)
+    one_unit = 2**-10  # of fp16, relative; the absolute part is for sums that cancel
+    torch.testing.assert_close(q.float().transpose(0, 1), expected_q, rtol=one_unit, atol=1e-5)
+    torch.testing.assert_close(keys[:, written].float(), expected_k, rtol=one_unit, atol=1e-5)
+    assert torch.equal(values[:, written], expected_v.half())
+    for untouched in (keys[:, :start], keys[:, start + tokens :], values[:, :start], values[:, start + tokens :]):
+        assert untouched.isnan().all()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_cache_is_written_in_the_decoders_layout_and_read_back(module: Module, dim: int):
+    kv_heads, blocks, start, end = 2, 4, 21, 43  # from the middle of the second block to the middle of the third
+    cache = torch.full(cache_shape(1, kv_heads, blocks * 16, dim), torch.nan, dtype=torch.bfloat16)[0]
+    plain = torch.randn(2, kv_heads, end, dim).half()
+    units = c_longlong(cache.stride(0) // 8)
+
+    def copy(name: str, first_block: int, end_block: int, end: int, keys: Tensor, values: Tensor) -> None:
+        sizes = [c_int(v) for v in (first_block, end, keys.shape[1])]
+        grid = (end_block - first_block, kv_heads, 1)
+        module.kernel(f"{name}_{dim}").launch(grid, 256, [cache, units, keys, values, *sizes])
+
+    copy("write_cache", start // 16, 3, end, *plain)
+    padded = torch.zeros(2, kv_heads, 48, dim).bfloat16()
+    padded[:, :, :end] = plain.bfloat16()
+    assert torch.equal(cache[:, 1:3, 0], pack_keys(padded[0])[:, 1:3])
+    assert torch.equal(cache[:, 1:3, 1], pack_values(padded[1])[:, 1:3])
+    assert cache[:, [0, 3]].isnan().all()
+
+    copy("write_cache", 0, 1, end, *plain)
+    back = torch.full_like(plain, torch.nan)
+    copy("read_cache", 0, 3, end - 2, *back)
+    assert torch.equal(back[:, :, : end - 2], plain[:, :, : end - 2].bfloat16().half())
+    assert back[:, :, end - 2 :].isnan().all()
+
+
+def test_gate_keeps_rows_of_any_magnitude(module: Module):
+    inner = 2056
+    generator = torch.Generator().manual_seed(4)
+    magnitude = torch.tensor([[1e-3], [1.0], [200.0], [0.0]])
+    gate_up = (torch.randn(4, 2 * inner, generator=generator) * magnitude).half()
+    out, scale = torch.full((4, inner), torch.nan, dtype=torch.float16), torch.full((4,), torch.nan)
+    module.kernel("gate").launch(4, 256, [gate_up, out, scale, c_int(inner)])
+    g, u = gate_up.float().chunk(2, dim=1)
+    expected = torch.nn.functional.silu(g) * u
+    largest = expected.abs().amax(dim=1, keepdim=True)
+    assert ((out.float() * scale[:, None] - expected).abs() <= largest * 2**-12 + expected.abs() * 2**-11).all()
+    assert (out[:3].abs().amax(dim=1) >= 2**13).all()
+    assert (out.abs() <= 2**14).all()
+    assert (expected[2].abs() > 65504 / 8).any()  # the third row would not have been far from fp16's limit
+
+
+class CpuPrefill(Prefill):
+    """cuBLAS's part done by torch on the CPU, with the same rounding of operands and results."""
+
+    def _matmul(self, x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        return (x.float() @ weights.float().t()).to(dtype)
+
+
+def opened(directory: Path, module: Module) -> tuple[CpuPrefill, Tensor]:
+    """A prefill over a packed model, and a poisoned cache of 48 positions."""
+    model = PackedModel.open(directory)
+    config = model.config
+    vectors = {n: torch.from_numpy(np.array(model.vector(n))) for n in model.names() if n.endswith("norm")}
+    matrices = {n: uploaded(model.matrix(n)) for n in model.names() if not n.endswith("norm")}
+    frequencies = torch.from_numpy(config.rope_inverse_frequencies())
+    shape = cache_shape(config.num_layers, config.num_kv_heads, 48, config.head_dim)
+    cache = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+    return CpuPrefill(config, matrices, vectors, frequencies, module), cache
+
+
+def relative_error(value: np.ndarray, truth: np.ndarray) -> float:
+    return float(np.linalg.norm(value - truth) / np.linalg.norm(truth))
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "symmetric"),
+    [("granite", 4, True), ("llama", 4, False), ("mistral", 8, True), ("qwen3", 4, True), ("llama", 16, True)],
+)
+def test_chunks_agree_with_the_reference(tmp_path: Path, module: Module, family: Family, bits: int, symmetric: bool):
+    config = small_config(family, head_dim=64)
+    directory = write_random_packed(tmp_path / "m", config, bits=bits, symmetric=symmetric, seed=5)
+    prefill, cache = opened(directory, module)
+    tokens = np.random.default_rng(6).integers(0, config.vocab_size, 24).tolist()
+    truth = TorchReference.from_packed(PackedModel.open(directory)).step(tokens, features=[0, 1, 2])
+
+    first = prefill.run(tokens[:17], 0, cache, logits="none", features=[1])
+    second = prefill.run(tokens[17:], 17, cache, logits="all", features=[0, 1, 2])
+    assert first.logits is None
+    assert second.logits is not None
+    # fp16 operands: 2^-12 of rounding each. The second chunk also reads bf16 keys and values: 2^-9.
+    assert relative_error(first.features[1].numpy(), truth.features[1][:17]) < 1.5e-3
+    for layer, expected in truth.features.items():
+        assert relative_error(second.features[layer].numpy(), expected[17:]) < 4e-3
+    assert relative_error(second.logits.numpy(), truth.logits[17:]) < 5e-3
+
+
+def test_last_logits_are_the_last_row_of_all(tmp_path: Path, module: Module):
+    directory = write_random_packed(tmp_path / "m", small_config("qwen3", vocab_size=1001, head_dim=128), seed=7)
+    prefill, cache = opened(directory, module)
+    tokens = list(range(7))
+    every = prefill.run(tokens, 0, cache, logits="all").logits
+    last = prefill.run(tokens, 0, cache, logits="last").logits
+    assert every is not None
+    assert last is not None
+    assert last.shape == (1, 1001)
+    torch.testing.assert_close(last[0], every[-1], rtol=1e-5, atol=1e-5)
