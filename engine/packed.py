@@ -119,6 +119,10 @@ class PackedModel:
             raise _damaged(f"{self._weights.path}: {name}: a value is not finite")
         return vector
 
+    def release(self) -> None:
+        """Drop the weights' pages from this process's memory (a backend has its own copy); they come back when read."""
+        self._weights.release()
+
     @property
     def tokenizer_path(self) -> Path:
         return self.directory / TOKENIZER_NAME

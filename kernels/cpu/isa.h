@@ -1,0 +1,92 @@
+// What a processor family implements: one table of functions per instruction set, chosen once at run time.
+//
+// The same source (ops.h) is compiled once per table with that table's compiler flags; only the vector primitives at
+// the top of each isa_*.cpp differ. Everything here is a pure function of its arguments.
+#pragma once
+
+#include <stdint.h>
+
+#include "tile.h"
+
+namespace flint {
+
+// Up to `rows` token vectors, quantised to int8 per block of 32 channels, block by block so that one weight block
+// meets all tokens in a row:  q[(block * rows + row) * 32 + channel].
+struct Activations {
+    int rows = 0;
+    int8_t* q = nullptr;        // [blocks][rows][32], x = q * scale
+    float* scale = nullptr;     // [blocks][rows]
+    float* sum = nullptr;       // [blocks][rows], scale * sum of q: what a weight's constant part multiplies
+    float* exact = nullptr;     // [blocks][rows][32], x itself: only for bf16 weights, else null
+};
+
+constexpr int kChunk = 64;      // positions per KV-cache chunk: the unit of attention work and of cache growth
+constexpr int kPadHead = 16;    // head_dim is padded to a multiple of this in the cache
+
+constexpr int padded_head(int head_dim) { return (head_dim + kPadHead - 1) / kPadHead * kPadHead; }
+
+// One chunk of one KV head, both parts fp16:
+//     keys    [kChunk / 16][padded head_dim][16 positions]   so that 16 scores accumulate side by side
+//     values  [kChunk][padded head_dim]
+constexpr size_t chunk_halves(int head_dim) { return static_cast<size_t>(kChunk) * padded_head(head_dim); }
+
+// Attention of some query rows over some positions, not yet normalised: out = sum of exp(score - peak) * value.
+struct Softmax {
+    float* peak;  // [rows]
+    float* mass;  // [rows], sum of exp(score - peak)
+    float* out;   // [rows][padded head_dim]
+};
+
+struct Isa {
+    const char* name;
+    bool (*supported)();
+
+    // out[row][16] = 16 weight rows times each activation row. By format.
+    void (*matmul[kFormats])(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out);
+
+    // Quantises x[n] into row `row`; with `weight`, x is RMS-normalised first: x / sqrt(mean(x^2) + eps) * weight.
+    void (*quantize)(const float* x, const float* weight, float eps, int n, Activations* out, int row);
+
+    // x[n] = x / sqrt(mean(x^2) + eps) * weight, in place.
+    void (*rms_norm)(float* x, const float* weight, float eps, int n);
+
+    // x[head_dim] rotated in place: pairs (i, i + head_dim / 2) by the angle whose cosine and sine are given.
+    void (*rope)(float* x, const float* cosine, const float* sine, int head_dim);
+
+    // gate[n] = silu(gate) * up.
+    void (*silu_multiply)(float* gate, const float* up, int n);
+
+    // Key and value of one position (0 <= slot < kChunk) into a chunk.
+    void (*store_kv)(const float* key, const float* value, int head_dim, int slot, uint16_t* keys, uint16_t* values);
+
+    // query [rows][padded head_dim], already scaled; row r sees the first visible[r] positions of the chunk (may be
+    // <= 0). scores: scratch [rows][kChunk]. Overwrites `out`.
+    void (*attend)(const float* query, int rows, const int* visible, int head_dim, const uint16_t* keys,
+                   const uint16_t* values, float* scores, const Softmax& out);
+
+    // into = into and part together (both over the same rows).
+    void (*merge)(const Softmax& into, const Softmax& part, int rows, int head_dim);
+
+    // Lowest index of the largest of x[n].
+    int (*argmax)(const float* x, int n);
+
+    // out[n] = exp((x - top) / temperature), in double.
+    void (*weigh)(const float* x, int n, float top, double temperature, double* out);
+
+    // Reads bytes (a multiple of 256) front to back and returns their xor: a memory bandwidth probe.
+    uint64_t (*read)(const uint8_t* p, size_t bytes);
+};
+
+extern const Isa kPortable;
+#if defined(__x86_64__)
+extern const Isa kAvx2;
+extern const Isa kAvx512;
+#elif defined(__aarch64__)
+extern const Isa kNeon;
+#endif
+
+// The best table this processor supports, or the one called `name` ("portable", "avx2", "avx512", "neon"); null if
+// there is no such table here or the processor lacks its instructions.
+const Isa* select_isa(const char* name);
+
+}  // namespace flint

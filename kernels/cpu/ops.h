@@ -1,0 +1,498 @@
+// The decoder's arithmetic, written once over a vector type and compiled once per instruction set.
+//
+// The including isa_*.cpp defines, before including this file and inside an anonymous namespace (so that no copy
+// compiled for one processor can be linked into another's table):
+//
+//     kLanes                      floats per vector, a divisor of 16
+//     kFewRows                    tokens (at most 8) for which the accumulators are worth keeping in registers
+//     Vec                         GCC/Clang vector of kLanes floats
+//     Vec half_to_float(const uint16_t*)              kLanes fp16 values
+//     void float_to_half(const Vec&, uint16_t*)
+//     struct Int4 / Int8 { struct Weights; static Weights load(const uint8_t* block, int part);
+//                          static Vec dot(const Weights&, const int8_t* x); }
+//         a block's rows [part * kLanes, ...): the exact integer sums over its 32 channels, as floats
+//     void prefetch(const void*)
+//
+// Results do not depend on how many tokens are processed together: each (weight row, token) pair goes through the same
+// operations in the same order in every variant below.
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "half.h"
+#include "isa.h"
+
+namespace flint {
+namespace {
+
+constexpr int kParts = kTileRows / kLanes;
+constexpr int kPrefetchBytes = 4096;  // ahead of the weight stream
+
+typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t BitVec __attribute__((vector_size(kLanes * 4)));
+
+inline Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<VecUnaligned*>(p) = v; }
+inline Vec splat(float value) { return Vec{} + value; }
+inline Vec select(IntVec mask, Vec yes, Vec no) {
+    return reinterpret_cast<Vec>((reinterpret_cast<IntVec>(yes) & mask) | (reinterpret_cast<IntVec>(no) & ~mask));
+}
+inline Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
+inline Vec smaller(Vec a, Vec b) { return select(a < b, a, b); }
+inline Vec magnitude(Vec v) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(v) & 0x7fffffff); }
+
+inline float sum(Vec v) {
+    float lanes[kLanes];
+    store(lanes, v);
+    for (int width = kLanes / 2; width; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+inline float peak(Vec v) {
+    float lanes[kLanes];
+    store(lanes, v);
+    for (int width = kLanes / 2; width; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    }
+    return lanes[0];
+}
+
+// Nearest integer of |v| < 2^22, ties to even, as a float and in the low bits of `bits`.
+inline Vec round_even(Vec v, IntVec* bits) {
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23
+    const Vec shifted = v + magic;
+    *bits = reinterpret_cast<IntVec>(shifted) - 0x4b400000;
+    return shifted - magic;
+}
+
+// e^v to 2 ulp; 0 below -87. Cody-Waite reduction by ln 2, then the degree 6 Taylor polynomial on |r| <= 0.347.
+inline Vec exponential(Vec v) {
+    const Vec clamped = larger(smaller(v, splat(88.0f)), splat(-87.0f));
+    IntVec n;
+    const Vec k = round_even(clamped * 1.44269504f, &n);
+    const Vec r = (clamped - k * 0.693359375f) + k * 2.12194440e-4f;
+    Vec p = splat(1.0f / 720);
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Vec scaled = reinterpret_cast<Vec>(reinterpret_cast<IntVec>(p) + (n << 23));
+    return select(v < splat(-87.0f), Vec{}, scaled);
+}
+
+// ---------------------------------------------------------------------------------------------- matrix times tokens
+
+template <class Weights, Format kFormat>
+inline void load_header(const uint8_t* header, Vec* scale, Vec* minimum) {
+    const uint16_t* half = reinterpret_cast<const uint16_t*>(header);
+    for (int part = 0; part < kParts; ++part) {
+        scale[part] = half_to_float(half + part * kLanes);
+        if (kFormat == kInt4Min) minimum[part] = half_to_float(half + kTileRows + part * kLanes);
+        if (kFormat == kInt4) minimum[part] = scale[part] * -8.0f;
+    }
+}
+
+template <int kBytes>
+inline void prefetch_ahead(const uint8_t* p) {
+    for (int i = 0; i < kBytes; i += 64) prefetch(p + kPrefetchBytes + i);
+}
+
+// kRows tokens known at compile time: the accumulators live in registers.
+template <class Weights, Format kFormat, int kRows>
+void matmul_few(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
+    Vec total[kRows][kParts] = {};
+    const int8_t* q = x.q;
+    const float* x_scale = x.scale;
+    const float* x_sum = x.sum;
+    const int groups = shape.groups();
+    for (int g = 0; g < groups; ++g) {
+        Vec scale[kParts], minimum[kParts];
+        load_header<Weights, kFormat>(p, scale, minimum);
+        p += header_bytes(kFormat);
+        for (int b = 0; b < shape.group_blocks; ++b) {
+            prefetch_ahead<block_bytes(kFormat)>(p);
+#pragma GCC unroll 4
+            for (int part = 0; part < kParts; ++part) {
+                const typename Weights::Block block = Weights::load(p, part);
+#pragma GCC unroll 8
+                for (int row = 0; row < kRows; ++row) {
+                    const Vec dot = Weights::dot(block, q + row * kBlock);
+                    total[row][part] += dot * (scale[part] * x_scale[row]);
+                    if (kFormat != kInt8) total[row][part] += minimum[part] * x_sum[row];
+                }
+            }
+            p += block_bytes(kFormat);
+            q += kRows * kBlock;
+            x_scale += kRows;
+            x_sum += kRows;
+        }
+    }
+    for (int row = 0; row < kRows; ++row) {
+        for (int part = 0; part < kParts; ++part) store(out + row * kTileRows + part * kLanes, total[row][part]);
+    }
+}
+
+// Any number of tokens: the accumulators live in `out`, each weight block is unpacked once and meets all tokens.
+template <class Weights, Format kFormat>
+void matmul_many(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
+    const int rows = x.rows;
+    memset(out, 0, sizeof(float) * rows * kTileRows);
+    const int8_t* q = x.q;
+    const float* x_scale = x.scale;
+    const float* x_sum = x.sum;
+    const int groups = shape.groups();
+    for (int g = 0; g < groups; ++g) {
+        Vec scale[kParts], minimum[kParts];
+        load_header<Weights, kFormat>(p, scale, minimum);
+        p += header_bytes(kFormat);
+        for (int b = 0; b < shape.group_blocks; ++b) {
+            prefetch_ahead<block_bytes(kFormat)>(p);
+            for (int part = 0; part < kParts; ++part) {
+                const typename Weights::Block block = Weights::load(p, part);
+                const Vec part_scale = scale[part], part_minimum = minimum[part];
+                float* total = out + part * kLanes;
+                for (int row = 0; row < rows; ++row, total += kTileRows) {
+                    Vec sum_so_far = load(total);
+                    const Vec dot = Weights::dot(block, q + row * kBlock);
+                    sum_so_far += dot * (part_scale * x_scale[row]);
+                    if (kFormat != kInt8) sum_so_far += part_minimum * x_sum[row];
+                    store(total, sum_so_far);
+                }
+            }
+            p += block_bytes(kFormat);
+            q += rows * kBlock;
+            x_scale += rows;
+            x_sum += rows;
+        }
+    }
+}
+
+// The variant for x.rows tokens: registers up to kFewRows, memory beyond.
+template <class Weights, Format kFormat, int kRows>
+void matmul_from(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out) {
+    if constexpr (kRows == 0) {
+        matmul_many<Weights, kFormat>(tile, shape, x, out);
+    } else if (x.rows == kRows) {
+        matmul_few<Weights, kFormat, kRows>(tile, shape, x, out);
+    } else {
+        matmul_from<Weights, kFormat, kRows - 1>(tile, shape, x, out);
+    }
+}
+
+template <class Weights, Format kFormat>
+void matmul(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out) {
+    matmul_from<Weights, kFormat, kFewRows>(tile, shape, x, out);
+}
+
+// bf16 weights times exact activations. Even and odd channels accumulate apart: a 32-bit lane holds one of each, and
+// two chains per vector hide the latency of the multiply-add.
+template <int kRows>
+void matmul_bf16_rows(const uint8_t* p, const Tiles& shape, const Activations& x, int first, float* out) {
+    Vec even[kRows][kParts] = {}, odd[kRows][kParts] = {};
+    const int blocks = shape.blocks();
+    for (int b = 0; b < blocks; ++b) {
+        const float* values = x.exact + (static_cast<size_t>(b) * x.rows + first) * kBlock;
+        prefetch_ahead<block_bytes(kBf16)>(p);
+        for (int pair = 0; pair < kBlock / 2; ++pair, p += 4 * kTileRows) {
+#pragma GCC unroll 4
+            for (int part = 0; part < kParts; ++part) {
+                BitVec bits;
+                memcpy(&bits, p + part * kLanes * 4, sizeof bits);
+                const Vec low = reinterpret_cast<Vec>(bits << 16), high = reinterpret_cast<Vec>(bits & 0xffff0000u);
+#pragma GCC unroll 4
+                for (int row = 0; row < kRows; ++row) {
+                    even[row][part] += low * values[row * kBlock + 2 * pair];
+                    odd[row][part] += high * values[row * kBlock + 2 * pair + 1];
+                }
+            }
+        }
+    }
+    for (int row = 0; row < kRows; ++row) {
+        for (int part = 0; part < kParts; ++part) {
+            store(out + (first + row) * kTileRows + part * kLanes, even[row][part] + odd[row][part]);
+        }
+    }
+}
+
+void matmul_bf16(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out) {
+    int row = 0;
+    for (; row + 2 <= x.rows; row += 2) matmul_bf16_rows<2>(tile, shape, x, row, out);
+    if (row < x.rows) matmul_bf16_rows<1>(tile, shape, x, row, out);
+}
+
+// ----------------------------------------------------------------------------------------------- norm, RoPE, SwiGLU
+
+// 1 / sqrt(mean(x^2) + eps); n must be a multiple of 8, the tail beyond whole vectors is summed in scalars.
+inline float rms_factor(const float* x, float eps, int n) {
+    Vec squares{};
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) squares += load(x + i) * load(x + i);
+    float total = sum(squares);
+    for (; i < n; ++i) total += x[i] * x[i];
+    return 1.0f / sqrtf(total / n + eps);
+}
+
+void rms_norm(float* x, const float* weight, float eps, int n) {
+    const float factor = rms_factor(x, eps, n);
+    for (int i = 0; i < n; ++i) x[i] = x[i] * factor * weight[i];
+}
+
+// One block of 32 values; returns through the row's slots of `out`.
+inline void quantize_block(const float* x, Activations* out, size_t slot) {
+    Vec v[kBlock / kLanes];
+    Vec largest{};
+    for (int i = 0; i < kBlock / kLanes; ++i) {
+        v[i] = load(x + i * kLanes);
+        largest = larger(largest, magnitude(v[i]));
+    }
+    const float amax = peak(largest);
+    const float inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+    const float scale = amax / 127.0f;
+    int32_t rounded[kBlock];
+    IntVec total{};
+    for (int i = 0; i < kBlock / kLanes; ++i) {
+        IntVec bits;
+        round_even(v[i] * inverse, &bits);
+        memcpy(rounded + i * kLanes, &bits, sizeof bits);
+        total += bits;
+    }
+    int8_t* q = out->q + slot * kBlock;
+    for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int8_t>(rounded[i]);
+    int sum_q = 0;
+    for (int i = 0; i < kLanes; ++i) sum_q += total[i];
+    out->scale[slot] = scale;
+    out->sum[slot] = scale * static_cast<float>(sum_q);
+    if (out->exact) memcpy(out->exact + slot * kBlock, x, kBlock * sizeof(float));
+}
+
+void quantize(const float* x, const float* weight, float eps, int n, Activations* out, int row) {
+    const float factor = weight ? rms_factor(x, eps, n) : 1.0f;
+    const int blocks = (n + kBlock - 1) / kBlock;
+    for (int b = 0; b < blocks; ++b) {
+        float block[kBlock];
+        const float* source = x + b * kBlock;
+        const int width = n - b * kBlock < kBlock ? n - b * kBlock : kBlock;
+        if (weight) {
+            const float* w = weight + b * kBlock;
+            int i = 0;
+            for (; i + kLanes <= width; i += kLanes) store(block + i, load(source + i) * factor * load(w + i));
+            for (; i < width; ++i) block[i] = source[i] * factor * w[i];
+        } else {
+            memcpy(block, source, width * sizeof(float));
+        }
+        for (int i = width; i < kBlock; ++i) block[i] = 0.0f;
+        quantize_block(block, out, static_cast<size_t>(b) * out->rows + row);
+    }
+}
+
+void rope(float* x, const float* cosine, const float* sine, int head_dim) {
+    const int half = head_dim / 2;
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        const Vec a = load(x + i), b = load(x + half + i), c = load(cosine + i), s = load(sine + i);
+        store(x + i, a * c - b * s);
+        store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[half + i] = b * cosine[i] + a * sine[i];
+    }
+}
+
+void silu_multiply(float* gate, const float* up, int n) {  // n is a multiple of 16: a tile
+    for (int i = 0; i < n; i += kLanes) {
+        const Vec g = load(gate + i);
+        store(gate + i, g / (1.0f + exponential(-g)) * load(up + i));
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- attention
+
+void store_kv(const float* key, const float* value, int head_dim, int slot, uint16_t* keys, uint16_t* values) {
+    const int width = padded_head(head_dim);
+    uint16_t* column = keys + static_cast<size_t>(slot / 16) * width * 16 + slot % 16;
+    uint16_t* row = values + static_cast<size_t>(slot) * width;
+    for (int i = 0; i < width; i += kLanes) {
+        Vec k{}, v{};
+        for (int lane = 0; lane < kLanes; ++lane) {
+            k[lane] = i + lane < head_dim ? key[i + lane] : 0.0f;
+            v[lane] = i + lane < head_dim ? value[i + lane] : 0.0f;
+        }
+        uint16_t half[kLanes];
+        float_to_half(k, half);
+        for (int lane = 0; lane < kLanes; ++lane) column[static_cast<size_t>(i + lane) * 16] = half[lane];
+        float_to_half(v, row + i);
+    }
+}
+
+// c[kRows][16] = sum over k < depth of a[row][k] * b[k][0..16), a in float, b in fp16 with `b_stride` halves per k.
+template <int kRows>
+inline void multiply_16(const float* a, int a_stride, const uint16_t* b, int b_stride, int depth, float* c, int c_stride) {
+    Vec total[kRows][kParts] = {};
+    for (int k = 0; k < depth; ++k, b += b_stride) {
+#pragma GCC unroll 4
+        for (int part = 0; part < kParts; ++part) {
+            const Vec column = half_to_float(b + part * kLanes);
+#pragma GCC unroll 8
+            for (int row = 0; row < kRows; ++row) total[row][part] += column * a[row * a_stride + k];
+        }
+    }
+    for (int row = 0; row < kRows; ++row) {
+        for (int part = 0; part < kParts; ++part) store(c + row * c_stride + part * kLanes, total[row][part]);
+    }
+}
+
+inline void multiply_rows(int rows, const float* a, int a_stride, const uint16_t* b, int b_stride, int depth, float* c,
+                          int c_stride) {
+    for (; rows >= 6; rows -= 6, a += 6 * a_stride, c += 6 * c_stride) {
+        multiply_16<6>(a, a_stride, b, b_stride, depth, c, c_stride);
+    }
+    switch (rows) {
+        case 5: return multiply_16<5>(a, a_stride, b, b_stride, depth, c, c_stride);
+        case 4: return multiply_16<4>(a, a_stride, b, b_stride, depth, c, c_stride);
+        case 3: return multiply_16<3>(a, a_stride, b, b_stride, depth, c, c_stride);
+        case 2: return multiply_16<2>(a, a_stride, b, b_stride, depth, c, c_stride);
+        case 1: return multiply_16<1>(a, a_stride, b, b_stride, depth, c, c_stride);
+        default: return;
+    }
+}
+
+void attend(const float* query, int rows, const int* visible, int head_dim, const uint16_t* keys,
+            const uint16_t* values, float* scores, const Softmax& out) {
+    const int width = padded_head(head_dim);
+    int positions = 0;
+    for (int row = 0; row < rows; ++row) positions = visible[row] > positions ? visible[row] : positions;
+    for (int p = 0; p < positions; p += 16) {
+        multiply_rows(rows, query, width, keys + static_cast<size_t>(p) * width, 16, head_dim, scores + p, kChunk);
+    }
+    const Vec lowest = splat(-1e30f);
+    Vec index{};
+    for (int lane = 0; lane < kLanes; ++lane) index[lane] = static_cast<float>(lane);
+    for (int row = 0; row < rows; ++row) {
+        float* score = scores + row * kChunk;
+        const Vec limit = splat(static_cast<float>(visible[row]));
+        Vec largest = lowest;
+        for (int p = 0; p < positions; p += kLanes) {
+            const Vec seen = select(index + static_cast<float>(p) < limit, load(score + p), lowest);
+            largest = larger(largest, seen);
+        }
+        const float top = peak(largest);
+        Vec mass{};
+        for (int p = 0; p < positions; p += kLanes) {
+            const Vec weight =
+                select(index + static_cast<float>(p) < limit, exponential(load(score + p) - top), Vec{});
+            store(score + p, weight);
+            mass += weight;
+        }
+        out.peak[row] = top;
+        out.mass[row] = sum(mass);
+    }
+    for (int d = 0; d < width; d += 16) {
+        multiply_rows(rows, scores, kChunk, values + d, width, positions, out.out + d, width);
+    }
+}
+
+void merge(const Softmax& into, const Softmax& part, int rows, int head_dim) {
+    const int width = padded_head(head_dim);
+    for (int row = 0; row < rows; ++row) {
+        const float top = into.peak[row] > part.peak[row] ? into.peak[row] : part.peak[row];
+        const float old_factor = exponential(splat(into.peak[row] - top))[0];
+        const float new_factor = exponential(splat(part.peak[row] - top))[0];
+        float* a = into.out + row * width;
+        const float* b = part.out + row * width;
+        for (int i = 0; i < width; i += kLanes) {
+            Vec both = load(a + i) * old_factor;
+            both += load(b + i) * new_factor;
+            store(a + i, both);
+        }
+        into.mass[row] = into.mass[row] * old_factor + part.mass[row] * new_factor;
+        into.peak[row] = top;
+    }
+}
+
+int argmax(const float* x, int n) {
+    Vec best = splat(-INFINITY);
+    IntVec where{}, index{};
+    for (int lane = 0; lane < kLanes; ++lane) index[lane] = lane;
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes, index += kLanes) {
+        const Vec v = load(x + i);
+        const IntVec better = v > best;
+        best = select(better, v, best);
+        where = (index & better) | (where & ~better);
+    }
+    int winner = 0;
+    float top = -INFINITY;
+    for (int lane = 0; lane < kLanes; ++lane) {
+        if (best[lane] > top || (best[lane] == top && where[lane] < winner)) {
+            top = best[lane];
+            winner = where[lane];
+        }
+    }
+    for (; i < n; ++i) {
+        if (x[i] > top) {
+            top = x[i];
+            winner = i;
+        }
+    }
+    return winner;
+}
+
+// e^v to about 1 ulp of double for v <= 0: reduction by ln 2 in two parts, Taylor polynomial of degree 13 on |r| <= 0.35.
+void weigh(const float* x, int n, float top, double temperature, double* out) {
+    constexpr int kWide = kLanes / 2;
+    typedef double Wide __attribute__((vector_size(kWide * 8)));
+    typedef int64_t WideInt __attribute__((vector_size(kWide * 8)));
+    constexpr double kInverseFactorials[] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                             1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) {
+        Wide v;
+        for (int lane = 0; lane < kWide; ++lane) v[lane] = x[i + lane];
+        v = (v - static_cast<double>(top)) / temperature;
+        const WideInt tiny = v < -708.0;
+        v = reinterpret_cast<Wide>(reinterpret_cast<WideInt>(v) & ~tiny);
+        const Wide shifted = v * 1.4426950408889634 + 6755399441055744.0;  // 1.5 * 2^52
+        const WideInt exponent = reinterpret_cast<WideInt>(shifted) - 0x4338000000000000;
+        const Wide k = shifted - 6755399441055744.0;
+        const Wide r = (v - k * 0x1.62e42fefa3800p-1) - k * 0x1.ef35793c76730p-45;
+        Wide p = Wide{} + kInverseFactorials[0];
+        for (int term = 1; term < 14; ++term) p = p * r + kInverseFactorials[term];
+        const WideInt bits = (reinterpret_cast<WideInt>(p) + (exponent << 52)) & ~tiny;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+    for (; i < n; ++i) out[i] = exp((static_cast<double>(x[i]) - top) / temperature);
+}
+
+uint64_t read(const uint8_t* p, size_t bytes) {
+    IntVec total[4] = {};
+    for (const uint8_t* const end = p + bytes; p < end; p += 256) {
+        for (int i = 0; i < 256; i += 64) prefetch(p + kPrefetchBytes + i);
+        for (int i = 0; i < 256 / (kLanes * 4); ++i) {
+            IntVec v;
+            memcpy(&v, p + i * kLanes * 4, sizeof v);
+            total[i % 4] ^= v;
+        }
+    }
+    total[0] ^= total[1] ^ total[2] ^ total[3];
+    uint64_t result = 0;
+    for (int lane = 0; lane < kLanes; ++lane) result = result * 31 + static_cast<uint32_t>(total[0][lane]);
+    return result;
+}
+
+constexpr Isa make_isa(const char* name, bool (*supported)()) {
+    return Isa{
+        name,     supported,
+        {matmul<Int4, kInt4>, matmul<Int4, kInt4Min>, matmul<Int8, kInt8>, matmul_bf16},
+        quantize, rms_norm,  rope, silu_multiply, store_kv, attend, merge, argmax, weigh, read,
+    };
+}
+
+}  // namespace
+}  // namespace flint

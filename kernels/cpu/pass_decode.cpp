@@ -1,0 +1,137 @@
+// The decode pass: 1 to 8 tokens, the weights streamed once. Five barriers a layer; norms and quantisation are cheaper
+// done by every member for itself than shared through another barrier.
+#include "pass_common.h"
+
+namespace flint {
+
+namespace {
+
+// The part of this pass's query rows over one chunk of one KV head; whoever finishes a head's last chunk joins its
+// parts, in the order of the chunks, so that the result does not depend on who was when.
+class DecodeAttention {
+  public:
+    DecodeAttention(Model& model, int layer, int rows)
+        : model_(model), layer_(layer), tokens_(rows), rows_(rows * model.group()),
+          chunks_((model.position + rows - 1) / kChunk + 1) {}
+
+    int tasks() const { return chunks_ * model_.shape.kv_heads; }
+
+    void run(int task, Scratch& scratch) const {
+        const int chunk = task / model_.shape.kv_heads, kv_head = task % model_.shape.kv_heads;
+        const int head_dim = model_.shape.head_dim;
+        uint16_t* keys = model_.keys(chunk, layer_, kv_head);
+        uint16_t* values = model_.values(chunk, layer_, kv_head);
+        append(chunk, kv_head, keys, values, scratch.query);
+        prepare_queries(chunk, kv_head, scratch);
+        model_.isa->attend(scratch.query, rows_, scratch.visible, head_dim, keys, values, scratch.scores,
+                           part(chunk, kv_head));
+        if (model_.parts_done[kv_head].fetch_add(1, std::memory_order_acq_rel) == chunks_ - 1) {
+            model_.parts_done[kv_head].store(0, std::memory_order_relaxed);
+            for (int c = 1; c < chunks_; ++c) model_.isa->merge(part(0, kv_head), part(c, kv_head), rows_, head_dim);
+            finish_attention(model_, part(0, kv_head), rows_, 0, kv_head);
+        }
+    }
+
+  private:
+    Softmax part(int chunk, int kv_head) const {
+        const size_t first = (static_cast<size_t>(kv_head) * model_.chunks() + chunk) * kFewTokens * model_.group();
+        const Softmax& all = model_.parts;
+        return {all.peak + first, all.mass + first, all.out + first * padded_head(model_.shape.head_dim)};
+    }
+
+    // Keys and values of the new tokens that belong in this chunk.
+    void append(int chunk, int kv_head, uint16_t* keys, uint16_t* values, float* key) const {
+        const int head_dim = model_.shape.head_dim;
+        for (int token = 0; token < tokens_; ++token) {
+            const int slot = model_.position + token - chunk * kChunk;
+            if (slot < 0 || slot >= kChunk) continue;
+            const float* row = model_.qkv + static_cast<size_t>(token) * model_.qkv_stride();
+            const float* k = row + model_.q_size() + kv_head * head_dim;
+            rotate_head(model_, k, model_.layers[layer_].k_norm, token, key);
+            model_.isa->store_kv(key, k + model_.kv_size(), head_dim, slot, keys, values);
+        }
+    }
+
+    void prepare_queries(int chunk, int kv_head, Scratch& scratch) const {
+        const int head_dim = model_.shape.head_dim, width = padded_head(head_dim), group = model_.group();
+        for (int r = 0; r < rows_; ++r) {
+            const int token = r / group;
+            const int seen = model_.position + token + 1 - chunk * kChunk;
+            scratch.visible[r] = seen < kChunk ? seen : kChunk;
+            float* query = scratch.query + r * width;
+            const float* head = model_.qkv + static_cast<size_t>(token) * model_.qkv_stride() +
+                                (kv_head * group + r % group) * head_dim;
+            rotate_head(model_, head, model_.layers[layer_].q_norm, token, query);
+            for (int d = 0; d < head_dim; ++d) query[d] *= model_.shape.attention_multiplier;
+            for (int d = head_dim; d < width; ++d) query[d] = 0.0f;
+        }
+    }
+
+    Model& model_;
+    const int layer_, tokens_, rows_, chunks_;
+};
+
+}  // namespace
+
+void decode_pass(const PassContext& pass, Member& member) {
+    Model& model = pass.model;
+    const Shape& shape = model.shape;
+    const int rows = pass.request.rows;
+    Scratch& scratch = model.members[member.id()];
+    float* out = scratch.tile_out;
+    PhaseClock clock(model, member);
+
+    const auto quantize_rows = [&](const float* from, size_t stride, int first, int count, const float* norm, int n,
+                                   bool exact) {
+        Activations x = input_for(scratch.x, count, exact);
+        for (int row = 0; row < count; ++row) {
+            model.isa->quantize(from + (first + row) * stride, norm, shape.eps, n, &x, row);
+        }
+        return x;
+    };
+
+    for (int l = 0; l < shape.layers; ++l) {
+        const Layer& layer = model.layers[l];
+        if (member.leads()) copy_features(pass, l);
+
+        Activations x = quantize_rows(model.x, shape.hidden, 0, rows, layer.attn_norm, shape.hidden,
+                                      needs_exact(layer.q) || needs_exact(layer.k) || needs_exact(layer.v));
+        member.share(layer.q.tiles() + layer.k.tiles() + layer.v.tiles(),
+                     [&](int tile) { qkv_tile(model, layer, tile, x, out); });
+        clock.charge(kPhaseQkv);
+
+        const DecodeAttention attention(model, l, rows);
+        member.share(attention.tasks(), [&](int task) { attention.run(task, scratch); },
+                     [&] { prefetch_share(layer.o, member); });
+        clock.charge(kPhaseAttention);
+
+        x = quantize_rows(model.attended, model.q_size(), 0, rows, nullptr, model.q_size(), needs_exact(layer.o));
+        member.share(layer.o.tiles(), [&](int tile) { residual_tile(model, layer.o, tile, x, out); },
+                     [&] { prefetch_share(layer.gate, member); });
+        clock.charge(kPhaseOut);
+
+        x = quantize_rows(model.x, shape.hidden, 0, rows, layer.mlp_norm, shape.hidden,
+                          needs_exact(layer.gate) || needs_exact(layer.up));
+        member.share(layer.gate.tiles(), [&](int tile) { gate_up_tile(model, layer, tile, x, out); },
+                     [&] { prefetch_share(layer.down, member); });
+        clock.charge(kPhaseGateUp);
+
+        x = quantize_rows(model.hidden, model.hidden_stride(), 0, rows, nullptr, shape.intermediate,
+                          needs_exact(layer.down));
+        const Tiles& next = l + 1 < shape.layers ? model.layers[l + 1].q : model.head;
+        member.share(layer.down.tiles(), [&](int tile) { residual_tile(model, layer.down, tile, x, out); },
+                     [&] { prefetch_share(next, member); });
+        clock.charge(kPhaseDown);
+    }
+    if (member.leads()) copy_features(pass, shape.layers);
+
+    const int wanted = pass.request.logit_rows;
+    if (wanted > 0) {
+        const Activations x = quantize_rows(model.x, shape.hidden, rows - wanted, wanted, model.final_norm,
+                                            shape.hidden, needs_exact(model.head));
+        member.share(model.head.tiles(), [&](int tile) { head_tile(pass, tile, x, out); });
+        clock.charge(kPhaseHead);
+    }
+}
+
+}  // namespace flint
