@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, UnsupportedModel, UsageError
-from engine.gguf_tokenizer import tokenizer_from_gguf
 
 if TYPE_CHECKING:
     import tokenizers
 
     from engine.packed import PackedModel
-
-__all__ = ["StopStrings", "TextStream", "Tokenizer", "tokenizer_from_gguf"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -44,6 +41,8 @@ class Tokenizer:
         self._to_bytes, self.strips_first_space = _piece_decoder(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self.special_ids = frozenset(self._special.values())
+        # The unknown token may stand for plain text: some vocabularies have nothing else for a rare character.
+        self._reserved = self.special_ids - {tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")}
         self.token_count: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -141,7 +140,22 @@ class Tokenizer:
             return
         if self._spaces_first and not ids and text[0] not in " ▁" and not _matches(self._added_pattern, text):
             text = " " + text
-        ids.extend(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids.extend(self._plain_ids(text))
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """The library's ids. Should its merges, or a vocabulary that is looked up by whole words, have built a special
+        token from plain text, that token is spelled out in two halves."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._reserved.isdisjoint(ids):
+            return ids
+        spelled: list[int] = []
+        for id in ids:
+            token = self.token(id)
+            if id not in self._reserved:
+                spelled.append(id)
+            elif len(token) > 1:
+                spelled += self._plain_ids(token[: len(token) // 2]) + self._plain_ids(token[len(token) // 2 :])
+        return spelled
 
 
 class TextStream:
