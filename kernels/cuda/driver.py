@@ -8,6 +8,7 @@ pointers and streams of torch are valid here.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 import threading
@@ -68,6 +69,10 @@ class CudaError(RuntimeError):
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name} ({code})")
         self.call, self.code, self.name = call, code, name
+
+
+class NotResident(RuntimeError):
+    """A cooperative launch whose blocks cannot all run at once; nothing was launched."""
 
 
 class GpuUnavailable(RuntimeError):
@@ -263,16 +268,27 @@ class Kernel:
         """Enqueue on `stream` (a cudaStream_t as int, e.g. torch's `.cuda_stream`).
 
         arguments: torch tensors, Python ints and None (null) are pointers; every other value must be a ctypes scalar or
-        Structure of exactly the parameter's type (a float has no one size, so it is refused).
+        Structure of exactly the parameter's type (a float has no one size, so it is refused). cooperative: all blocks
+        run at once or none does; raises NotResident.
         """
         self._driver.use_device()
         values = [_argument(a) for a in arguments]
         parameters = (c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         shape = (*_three(grid), *_three(block), shared, stream or None)
-        if cooperative:
-            self._driver.call("cuLaunchCooperativeKernel", self._function, *shape, parameters)
-        else:
+        if not cooperative:
             self._driver.call("cuLaunchKernel", self._function, *shape, parameters, None)
+            return
+        try:
+            self._driver.call("cuLaunchCooperativeKernel", self._function, *shape, parameters)
+        except CudaError as error:
+            if error.code != COOPERATIVE_LAUNCH_TOO_LARGE:
+                raise
+            blocks, threads = (math.prod(_three(size)) for size in (grid, block))
+            fitting = self.blocks_per_sm(threads, shared)
+            raise NotResident(
+                f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory cannot be resident at once "
+                f"({fitting} fit a multiprocessor)"
+            ) from error
 
 
 def _argument(value: Any) -> Any:

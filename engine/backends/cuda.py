@@ -1,0 +1,433 @@
+"""Decoding on an NVIDIA GPU: the megakernel for one to eight tokens and for whole replies, cuBLAS for the prompt.
+
+A prompt's chunk runs through kernels.cuda.prefill, which writes the same KV cache. A reply is one launch: the kernel
+samples, embeds its own samples and puts ids into pinned memory, where the stream below picks them up. A stream that
+brings nothing for WATCHDOG_SECONDS is given up: the reply ends with an error and the app lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from engine.backends.base import ByteLedger, StepOutput, TokenBatch
+from engine.config import ModelConfig
+from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory, UnsupportedModel
+from engine.meter import step_ledger
+from engine.packed import PackedModel
+from engine.paths import cache_dir
+from engine.sampling import Sampling
+from kernels.build import CompileError
+from kernels.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, Gpu, GpuUnavailable, NotResident
+
+if TYPE_CHECKING:
+    from kernels.cuda.megakernel import Megakernel, TokenRing
+    from kernels.cuda.prefill import Prefill
+
+DEFAULT_CONTEXT = 32768  # positions, where the model allows and memory has room
+COLUMNS = 8  # tokens that one pass of the megakernel takes
+MEGAKERNEL_TOKENS = 4 * COLUMNS  # longer steps run as prefill: four passes take about as long as one dequantisation
+POLL_SECONDS = 0.001  # between looks into pinned memory; the kernel does not notice
+WATCHDOG_SECONDS = 10.0  # without a token; the slowest known one (8B in bf16, 128k positions) takes 0.05
+CANCEL_SECONDS = 2.0  # that a cancelled kernel may take to end
+
+_RESERVE_BYTES = 512 << 20  # cuBLAS, the CUDA context's own, and what torch's allocator rounds up
+
+
+def find_gpu() -> Gpu:
+    """The GPU this backend would use, asked without importing torch. BackendError says why there is none."""
+    try:
+        return Driver().gpu()
+    except GpuUnavailable as error:
+        raise BackendError(f"No GPU for the cuda backend: {error}", _sentence(error.hint)) from None
+    except CudaError as error:
+        raise BackendError(f"The NVIDIA driver failed: {error}", "Try nvidia-smi, or use --backend cpu.") from None
+
+
+class CudaBackend:
+    """One model on one GPU. One caller at a time; a stream's `cancel` may come from any thread."""
+
+    name = "cuda"
+    verify_width = COLUMNS
+
+    def __init__(
+        self, config: ModelConfig, gpu: Gpu, megakernel: Megakernel, prefill: Prefill, *, context_size: int
+    ) -> None:
+        """Over an opened megakernel and prefill, whose caches hold `context_size` positions."""
+        self.config, self.context_size, self.gpu = config, context_size, gpu
+        self.description = f"cuda {gpu.name}"
+        self._megakernel: Megakernel | None = megakernel
+        self._prefill: Prefill | None = prefill
+        self._position = 0
+        self._stream: _CudaStream | None = None
+        self._lost = ""  # why the device is of no use any more
+
+    @classmethod
+    def from_packed(
+        cls,
+        model: PackedModel,
+        *,
+        context_size: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> CudaBackend:
+        """Open a packed model on the GPU.
+
+        context_size: positions of the KV cache; None takes the model's own, up to DEFAULT_CONTEXT and to what fits.
+        progress: called with a line where something takes seconds (the first use compiles the kernels).
+
+        Raises BackendError (no GPU, an old driver, a torch without CUDA), DeviceOutOfMemory, UnsupportedModel.
+        """
+        gpu = find_gpu()
+        try:
+            import torch
+        except ImportError:
+            raise BackendError("The cuda backend needs torch", "Run: pip install torch") from None
+        if not torch.cuda.is_available():
+            raise BackendError(
+                f"torch {torch.__version__} cannot use {gpu.name}",
+                "Install a CUDA build of torch (https://pytorch.org/get-started), or use --backend cpu.",
+            )
+        config, driver = model.config, Driver()
+        context_size = _fitting_context(model, context_size, driver.memory()[0])
+        try:
+            megakernel, prefill = _open(model, gpu, driver, context_size, progress)
+        except torch.OutOfMemoryError:
+            raise _out_of_memory(model, context_size, driver.memory()[0]) from None
+        except CudaError as error:
+            if error.code == OUT_OF_MEMORY:
+                raise _out_of_memory(model, context_size, driver.memory()[0]) from None
+            raise BackendError(f"The GPU failed: {error}", "Try nvidia-smi, or use --backend cpu.") from error
+        except CompileError as error:
+            raise BackendError(
+                f"The CUDA kernels cannot be built: {error}", "Run: pip install 'flint[cuda]'"
+            ) from error
+        return cls(config, gpu, megakernel, prefill, context_size=context_size)
+
+    @property
+    def position(self) -> int:
+        self._settle_stream()
+        return self._position
+
+    def step(
+        self, tokens: Sequence[int], *, logits: Literal["all", "last"] = "all", features: Sequence[int] = ()
+    ) -> StepOutput:
+        self._check_open()
+        self._settle_stream()
+        if not tokens:
+            raise ValueError("a step needs at least one token")
+        if min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}")
+        end = self._position + len(tokens)
+        if end > self.context_size:
+            raise ContextOverflow(f"{end} tokens do not fit the context of {self.context_size}")
+        with self._failures():
+            if len(tokens) > MEGAKERNEL_TOKENS:
+                output = self._run_prefill(tokens, logits, features)
+            else:
+                output = self._run_passes(tokens, logits, features)
+        self._position = end
+        return output
+
+    def stream(
+        self,
+        token: int,
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        history: Sequence[int],
+    ) -> _CudaStream:
+        from kernels.cuda.megakernel import DeviceSampling
+
+        megakernel = self._check_open()
+        self._settle_stream()
+        if not history or history[-1] != token:
+            raise ValueError("history must end with the token to be fed")
+        if not 0 <= token < self.config.vocab_size:
+            raise ValueError(f"token ids must be in 0..{self.config.vocab_size - 1}")
+        room = self.context_size - self._position
+        if room < 1:
+            raise ContextOverflow(f"the context of {self.context_size} tokens is full")
+        chosen = DeviceSampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repeat_penalty=sampling.repeat_penalty,
+            repeat_window=sampling.repeat_window,
+            seed=sampling.seed,
+        )
+        with self._failures():
+            ring = megakernel.stream(
+                token, self._position, chosen, min(max_tokens, room), sorted(stop_ids), list(history)
+            )
+        self._stream = _CudaStream(self, ring)
+        return self._stream
+
+    def prefill_chunk(self) -> int:
+        from kernels.cuda.prefill import CHUNK
+
+        return CHUNK
+
+    def truncate(self, position: int) -> None:
+        self._check_open()
+        if not 0 <= position <= self.position:
+            raise ValueError(f"cannot truncate to {position}: the cache holds {self.position} tokens")
+        self._position = position
+
+    def ledger(self, tokens: int, position: int) -> ByteLedger:
+        weights = self._check_open().weight_bytes
+        return step_ledger(self.config, weights, tokens, position, kv_element_bytes=2)
+
+    def close(self) -> None:
+        megakernel, self._megakernel, self._prefill = self._megakernel, None, None
+        if megakernel is None:
+            return
+        if self._stream is not None and not self._lost:
+            self._stream.finish()
+        if not self._lost:  # freeing memory under a kernel that hangs would wait for it
+            with contextlib.suppress(Exception):
+                megakernel.close()
+
+    def lose(self, reason: str) -> None:
+        """Give the device up: every later call raises BackendError with that reason."""
+        self._lost = self._lost or reason
+
+    # --- one step -------------------------------------------------------------------------------------------------
+
+    def _run_passes(self, tokens: Sequence[int], logits: Literal["all", "last"], features: Sequence[int]) -> StepOutput:
+        """Up to COLUMNS tokens a pass of the megakernel."""
+        import torch
+
+        megakernel = self._check_open()
+        rows: list[torch.Tensor] = []
+        taken: dict[int, list[torch.Tensor]] = {layer: [] for layer in features}
+        for first in range(0, len(tokens), COLUMNS):
+            part = tokens[first : first + COLUMNS]
+            out, found = megakernel.step(
+                part, self._position + first, all_logits=logits == "all", features=sorted(features)
+            )
+            rows.append(out.clone() if len(tokens) > COLUMNS else out)
+            for layer, tensor in found.items():
+                taken[layer].append(tensor.clone() if len(tokens) > COLUMNS else tensor)
+        kept = rows if logits == "all" else rows[-1:]
+        return StepOutput(
+            torch.cat(kept).cpu().numpy(), {layer: torch.cat(parts).cpu().numpy() for layer, parts in taken.items()}
+        )
+
+    def _run_prefill(
+        self, tokens: Sequence[int], logits: Literal["all", "last"], features: Sequence[int]
+    ) -> StepOutput:
+        megakernel = self._check_open()
+        assert self._prefill is not None
+        output = self._prefill.run(tokens, self._position, megakernel.kv_cache, logits=logits, features=features)
+        assert output.logits is not None
+        return StepOutput(
+            output.logits.cpu().numpy(), {layer: tensor.cpu().numpy() for layer, tensor in output.features.items()}
+        )
+
+    # --- state and failure ----------------------------------------------------------------------------------------
+
+    def _check_open(self) -> Megakernel:
+        if self._lost:
+            raise BackendError(self._lost, "Restart flint.")
+        if self._megakernel is None:
+            raise BackendError("the cuda backend is closed")
+        return self._megakernel
+
+    def _settle_stream(self) -> None:
+        """End a stream that nobody read to its end, so that the position is known."""
+        if self._stream is not None:
+            self._stream.finish()
+            self._stream = None
+        if self._lost:
+            raise BackendError(self._lost, "Restart flint.")
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turns what the kernels, the driver and torch raise into one line."""
+        import torch
+
+        from kernels.cuda.megakernel import KernelStopped
+
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise DeviceOutOfMemory(
+                "The GPU is out of memory in the middle of a step", "Close what else uses it, or take a smaller --ctx."
+            ) from error
+        except NotResident as error:
+            raise BackendError(
+                f"The kernel cannot start: {error}", "Another program holds the GPU; close it, or use --backend cpu."
+            ) from error
+        except (KernelStopped, CudaError, torch.AcceleratorError) as error:
+            line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.lose(f"the GPU failed: {line}")  # a sticky CUDA error ends the whole context
+            raise BackendError(self._lost, "Restart flint.") from error
+
+
+class _CudaStream:
+    """A reply under way: looks into the ring until the kernel ends, fails, or stops answering."""
+
+    def __init__(self, backend: CudaBackend, ring: TokenRing) -> None:
+        self._backend, self._ring = backend, ring
+        self._start = backend._position
+        self._tokens = 0
+        self._ended = False
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        heard = time.monotonic()
+        while not self._ended:
+            over = self._ring.done  # read first: tokens may arrive between the two looks, none after the end
+            batch = self._poll()
+            if batch.ids or batch.error:
+                heard = time.monotonic()
+                yield batch
+            elif over:
+                self._ended = True
+            elif time.monotonic() - heard > WATCHDOG_SECONDS:
+                yield self._give_up()
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def cancel(self) -> None:
+        self._ring.cancel()
+
+    def finish(self) -> None:
+        """Cancel, and read to the end what was decoded by then."""
+        if not self._ended:
+            self.cancel()
+            for _ in self:
+                pass
+
+    def _poll(self) -> TokenBatch:
+        from kernels.cuda.megakernel import KernelStopped
+
+        try:
+            ids, seconds = self._ring.poll()
+        except (KernelStopped, CudaError) as error:
+            self._ended = True
+            self._backend.lose(f"the GPU failed: {error}")
+            return TokenBatch([], [], f"the GPU failed: {error}")
+        self._tokens += len(ids)
+        self._backend._position = self._start + self._tokens
+        return TokenBatch(ids, seconds)
+
+    def _give_up(self) -> TokenBatch:
+        """The watchdog: a kernel that still obeys the stop flag costs the reply, one that does not costs the device."""
+        self._ended = True
+        silence = f"the GPU kernel brought no token for {WATCHDOG_SECONDS:.0f} s"
+        self._ring.cancel()
+        deadline = time.monotonic() + CANCEL_SECONDS
+        while not self._ring.done and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if self._ring.done:
+            return TokenBatch([], [], f"{silence}; it was stopped")
+        self._backend.lose(f"{silence} and does not stop")
+        return TokenBatch([], [], f"{silence} and does not stop")
+
+
+# --- opening ------------------------------------------------------------------------------------------------------
+
+
+def _open(
+    model: PackedModel, gpu: Gpu, driver: Driver, context_size: int, progress: Callable[[str], None] | None
+) -> tuple[Megakernel, Prefill]:
+    import numpy as np
+    import torch
+
+    from kernels.build import architecture, compile_cubin
+    from kernels.cuda import prefill
+    from kernels.cuda.driver import Module
+    from kernels.cuda.megakernel import KernelDims, Megakernel
+
+    config, cache = model.config, cache_dir() / "kernels"
+    dims = KernelDims(
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        rms_norm_eps=config.rms_norm_eps,
+        qk_norm=config.qk_norm,
+        tied_head=config.tie_word_embeddings,
+        embedding_multiplier=config.embedding_multiplier,
+        attention_multiplier=config.attention_multiplier,
+        residual_multiplier=config.residual_multiplier,
+        logits_scaling=config.logits_scaling,
+    )
+    matrices = {name: model.matrix(name) for name in model.matrix_names()}
+    vectors = {name: model.vector(name) for name in model.names() if name not in matrices}
+    frequencies = config.rope_inverse_frequencies()
+    try:
+        megakernel = Megakernel(
+            dims,
+            matrices,
+            vectors,
+            frequencies,
+            context_size,
+            columns=COLUMNS,
+            cubin_cache=cache,
+            progress=progress,
+        )
+        cubin = compile_cubin(
+            prefill.SOURCE,
+            arch=architecture(gpu.capability),
+            cache=cache,
+            driver_version=gpu.driver_version,
+            progress=progress,
+        )
+        device = torch.device("cuda", 0)
+        return megakernel, prefill.Prefill(
+            config,
+            {
+                name: prefill.DeviceMatrix.upload(m.q, m.scale, m.minimum, group=m.group, device=device)
+                for name, m in matrices.items()
+            },
+            {name: torch.from_numpy(np.array(vector)).to(device) for name, vector in vectors.items()},
+            torch.from_numpy(frequencies).to(device),
+            Module(driver, cubin.code),
+        )
+    except ValueError as error:
+        raise UnsupportedModel(f"The cuda backend does not decode this model: {error}", "Use --backend cpu.") from error
+
+
+def _fixed_bytes(model: PackedModel) -> int:
+    """Device memory that does not depend on the context: weights, twice where both kernels keep their own copy."""
+    from kernels.cuda.prefill import workspace_bytes
+
+    return 2 * model.nbytes + workspace_bytes(model.config, context=0) + _RESERVE_BYTES
+
+
+def _position_bytes(config: ModelConfig) -> int:
+    """Device memory of one position: bf16 keys and values of every layer, and prefill's plain copy of one layer."""
+    return 2 * 2 * config.kv_size * (config.num_layers + 1)
+
+
+def _fitting_context(model: PackedModel, wanted: int | None, free: int) -> int:
+    """The context to open with; raises DeviceOutOfMemory where `wanted`, or any context at all, does not fit."""
+    fits = (free - _fixed_bytes(model)) // _position_bytes(model.config) // 16 * 16
+    context = wanted or min(model.config.max_position_embeddings, DEFAULT_CONTEXT, max(fits, 16))
+    if context > fits:
+        raise _out_of_memory(model, context, free)
+    return context
+
+
+def _out_of_memory(model: PackedModel, context: int, free: int) -> DeviceOutOfMemory:
+    fixed, per_position = _fixed_bytes(model), _position_bytes(model.config)
+    fits = (free - fixed) // per_position // 16 * 16
+    message = (
+        f"Out of GPU memory: weights and workspace {fixed / 1e9:.2f} GB, KV cache for {context} positions "
+        f"{context * per_position / 1e9:.2f} GB, free {free / 1e9:.2f} GB"
+    )
+    if fits >= 256:
+        return DeviceOutOfMemory(message, f"The largest context that fits is --ctx {fits}.")
+    return DeviceOutOfMemory(message, "No context fits: use a smaller model or fewer bits, or --backend cpu.")
+
+
+def _sentence(hint: str) -> str:
+    return hint[:1].upper() + hint[1:] + "." if hint else ""
