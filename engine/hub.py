@@ -20,7 +20,7 @@ from typing import Any
 
 from engine import catalog
 from engine.catalog import HubSource
-from engine.errors import CheckpointError, FetchError, FlintError, UnsupportedModel
+from engine.errors import CheckpointError, FetchError, FlintError, UnsupportedModel, printable
 from engine.locking import locked
 from engine.progress import Progress, Report, check_cancelled, silent
 
@@ -82,7 +82,7 @@ def list_files(source: HubSource) -> Listing:
         digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
         if sibling.size is not None and digest:
             present[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, digest)
-    licence = str((info.card_data or {}).get("license") or "")
+    licence = printable(str((info.card_data or {}).get("license") or ""))[:60]
     return Listing(source.repo, info.sha or source.revision, licence, _needed(source.repo, present))
 
 

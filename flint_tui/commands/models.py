@@ -257,16 +257,20 @@ def _quantization_text(entry: PackedEntry) -> str:
 
 
 def _print_fields(fields: dict[str, str]) -> None:
+    from engine.errors import printable
+
     for key, value in fields.items():
-        typer.echo(f"{key:<11}{value}")
+        typer.echo(f"{key:<11}{printable(value)}")
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
     """Left-aligned columns; lines are never cut, so that a pipe gets everything."""
+    from engine.errors import printable
+
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        typer.echo("  " + "  ".join(cells).rstrip())
+        typer.echo("  " + printable("  ".join(cells).rstrip()))
 
 
 def _echo_json(value: Any) -> None:

