@@ -179,8 +179,8 @@ def _top_p(weights: np.ndarray, top_p: float) -> np.ndarray:
     A full sort of a flat distribution costs milliseconds, so a bisection first brackets the smallest weight that is
     kept, and only the weights inside the bracket are sorted.
     """
-    wanted = top_p * weights.sum()
-    low, high = 1.0 / 64, 2.0  # the largest weight is 1: above `high` is too little mass, above `low` enough
+    wanted = max(top_p * weights.sum(), 1.0)  # the largest weight is 1, and always kept
+    low, high = 1.0 / 64, 2.0  # above `high` is too little mass, above `low` enough
     while low > 0.0 and weights[weights >= low].sum() < wanted:
         low, high = low / 64, low
     candidates = np.flatnonzero(weights >= low)
