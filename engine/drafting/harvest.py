@@ -60,13 +60,14 @@ class TurnTokens:
 @dataclass(frozen=True)
 class HarvestOptions:
     """How much to write, and how. `greedy_share` of the sequences write greedy replies, the rest sample them at
-    `temperature`; user turns are always sampled, at 1.0, from the `top_k` largest logits."""
+    `temperature`; user turns are always sampled, at `user_temperature`. Draws are from the `top_k` largest logits."""
 
     tokens: int
     length: int = 768
     batch: int = 1024
     greedy_share: float = 0.5
     temperature: float = 0.8
+    user_temperature: float = 0.9
     top_k: int = 64
     longest_user_turn: int = 160
     seed: int = 0
@@ -167,7 +168,7 @@ class Harvester:
     def _choose(self, logits: Tensor, greedy: Tensor, role: Tensor, generator: torch.Generator) -> Tensor:
         """Next tokens int64 [batch]: the largest logit where greedy, else a draw from the top_k."""
         values, ids = logits.float().topk(self.options.top_k, dim=-1)
-        temperature = torch.where(role == REPLY, self.options.temperature, 1.0)[:, None]
+        temperature = torch.where(role == REPLY, self.options.temperature, self.options.user_temperature)[:, None]
         noise = torch.empty_like(values).exponential_(generator=generator)
         drawn = ((values / temperature).softmax(-1) / noise).argmax(-1, keepdim=True)
         choice = torch.where(greedy[:, None], torch.zeros_like(drawn), drawn)
