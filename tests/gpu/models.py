@@ -151,8 +151,9 @@ def adopt_cache(reference: TorchReference, cache: Tensor) -> float:
     mine = own_cache(reference)
     theirs = plain_cache(cache, reference.config, reference.position)
     distance = max(relative_error(t, m) for t, m in zip(theirs, mine, strict=True))
-    for own, other in zip(mine, theirs, strict=True):
-        own.copy_(other)
+    with torch.inference_mode():  # the reference's tensors were made in it
+        for own, other in zip(mine, theirs, strict=True):
+            own.copy_(other)
     return distance
 
 
