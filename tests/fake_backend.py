@@ -53,6 +53,7 @@ class FakeBackend:
         self.fail_at = fail_at
         self.tokens: list[int] = []
         self.widths: list[int] = []  # M of every step
+        self.elapsed = 0.0  # simulated seconds: 10 ms a step, and 5 % more for each further token
         self.on_step: Callable[[], None] = lambda: None
         self._logits = logits or hashed_logits(self.config.vocab_size)
         self._chunk = chunk
@@ -70,6 +71,7 @@ class FakeBackend:
             raise BackendError("The device was lost", "Restart it.")
         self.on_step()
         self.widths.append(len(tokens))
+        self.elapsed += 0.01 * (1 + 0.05 * (len(tokens) - 1))
         rows, taken = [], []
         for token in tokens:
             assert 0 <= token < self.config.vocab_size
@@ -98,7 +100,7 @@ class FakeLoopBackend(FakeBackend):
     """Implements WholeLoop, too: a device that runs ahead of its reader by up to a batch."""
 
     batch = 3
-    step_seconds = 0.001
+    step_seconds = 0.01
 
     def stream(
         self, token: int, *, sampling: Sampling, max_tokens: int, stop_ids: frozenset[int], history: Sequence[int]

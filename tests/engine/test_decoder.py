@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
 
+from engine import decoder as decoder_module
 from engine.decoder import DecodeOptions, Decoder
 from engine.drafting.base import Draft
 from engine.drafting.ngram import NgramDrafter
@@ -440,30 +442,48 @@ def notes_of(events: Sequence[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, Note)]
 
 
+@pytest.fixture
+def simulated(monkeypatch):
+    """Makes the decoder read a backend's simulated clock, so that what pays is no matter of the machine."""
+
+    def use(backend: FakeBackend) -> FakeBackend:
+        monkeypatch.setattr(decoder_module, "time", SimpleNamespace(perf_counter=lambda: backend.elapsed))
+        return backend
+
+    return use
+
+
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_what_does_not_pay_is_paused_and_said_once(kind, tokenizer):
+def test_what_does_not_pay_is_paused_and_said_once(kind, tokenizer, simulated):
     options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=WrongDrafter())
-    backend = kind(never_258)
-    if isinstance(backend, FakeLoopBackend):
-        backend.step_seconds = 1e-6  # its own loop is much faster than any verify step
+    backend = simulated(kind(never_258))
     events = list(Decoder(backend, tokenizer).generate(PROMPT, options))
     (note,) = notes_of(events)
-    assert note.startswith("Speculation paused")
+    assert note.startswith("Speculation paused, it does not pay here")
     verify_steps = sum(width > 1 for width in backend.widths[3:])
-    assert verify_steps < 20
+    assert 1 <= verify_steps < 20
+    assert end_of(events).usage.decode_s < 1.03 * 0.01 * 199
+
+
+def test_what_pays_is_used(tokenizer, simulated):
+    logits = hashed_logits(259, repeats=0.97)
+    options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=NgramDrafter())
+    events = list(Decoder(simulated(FakeBackend(logits)), tokenizer).generate(PROMPT, options))
+    assert notes_of(events) == []
+    assert end_of(events).usage.decode_s < 0.5 * 0.01 * 199
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_a_drafter_with_features_that_does_not_pay_makes_room_for_its_fallback(kind, tokenizer):
-    backend = kind(never_258)
+def test_a_drafter_with_features_that_does_not_pay_makes_room_for_its_fallback(kind, tokenizer, simulated):
+    backend = simulated(kind(never_258))
     drafter, fallback = WrongFeatureDrafter(never_258), NgramDrafter()
     decoder = Decoder(backend, tokenizer)
     options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=drafter, fallback=fallback)
     events = list(decoder.generate(PROMPT, options))
     assert ids_of(events) == by_hand(PROMPT, Sampling(), 200, frozenset(), logits=never_258)
     assert notes_of(events)[0].startswith("Speculation paused")
-    assert drafter.position < 150
-    assert fallback.position > 150
+    assert drafter.position < 100
+    assert fallback.position > 200
 
     # The next turn does not feed the conversation again for its sake; another conversation tries it anew.
     longer = PROMPT + ids_of(events) + [7]
