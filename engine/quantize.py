@@ -7,6 +7,7 @@ best scale for that rounding is least squares in closed form, and the candidate 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,12 @@ from engine.matrix import GROUPS, Matrix
 # Candidate scales are extreme / t, where extreme is the group's weight of largest magnitude, with its sign (so that
 # it may use the code -8). On Gaussian weights 8 values are within 0.4 % of the error of 32.
 _SYMMETRIC_STEPS = np.linspace(7.4, 9.5, 8, dtype=np.float32)
-# Candidate ranges, as a share of max - min, each refined by `_ASYMMETRIC_ROUNDS` rounds of rounding and least squares.
-_ASYMMETRIC_RANGES = np.linspace(0.75, 1.0, 3, dtype=np.float32)
-_ASYMMETRIC_ROUNDS = 3
+# Candidate ranges are low * a .. high * b for a, b in these shares, each refined by as many rounds of rounding and
+# least squares. Normalised error at group 128: 0.00855; equal shares only, 3 rounds: 0.00872; 9 x 9 shares: 0.00829.
+_ASYMMETRIC_SHARES = (0.75, 0.875, 1.0)
+_ASYMMETRIC_ROUNDS = 2
 
-_CHUNK_WEIGHTS = 1 << 15  # 128 KiB of float32: the chunk and its temporaries stay in L2
+_CHUNK_WEIGHTS = 1 << 16  # 256 KiB of float32: small enough to stay in cache, large enough for numpy's overheads
 _FP16_MAX = 65504.0
 
 
@@ -37,24 +39,24 @@ def quantize_int4(
     is not 32, 64 or 128 or does not divide k.
     """
     n, k = _check(w, group, name)
+    channels = None
     if importance is not None:
-        importance = np.ascontiguousarray(importance, dtype=np.float32).reshape(1, k // group, group)
+        channels = np.asarray(importance, dtype=np.float32).reshape(k // group, group).T
     q = np.empty((n, k // 8), dtype=np.int32)
     scale = np.empty((n, k // group), dtype=np.float16)
     minimum = None if symmetric else np.empty((n, k // group), dtype=np.float16)
 
     def work(rows: slice) -> None:
-        blocks = w[rows].reshape(-1, group)
-        weight = None
-        if importance is not None:
-            weight = np.broadcast_to(importance, (w[rows].shape[0], k // group, group)).reshape(-1, group)
+        # One column per group: sums over a group then run along contiguous memory, twice as fast as along rows.
+        groups = np.ascontiguousarray(w[rows].reshape(-1, group).T)
+        weight = None if channels is None else np.tile(channels, w[rows].shape[0])
         if minimum is None:
-            codes, scales = _symmetric(blocks, weight)
+            codes, scales = _symmetric(groups, weight)
         else:
-            codes, scales, minima = _asymmetric(blocks, weight)
+            codes, scales, minima = _asymmetric(groups, weight)
             minimum[rows] = minima.reshape(-1, k // group)
         scale[rows] = scales.reshape(-1, k // group)
-        q[rows] = pack_nibbles(codes.reshape(-1, k))
+        q[rows] = pack_nibbles(np.ascontiguousarray(codes.T).reshape(-1, k))
 
     each_chunk(n, k, work)
     return Matrix(name, "int4", n, k, group, q, scale, minimum)
@@ -141,80 +143,82 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def _symmetric(w: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks float32 [b, group] -> codes uint8 [b, group] in 0..15, scale float16 [b]."""
-    high, low = w.max(axis=1), w.min(axis=1)
+    """Groups float32 [group, b] -> codes uint8 [group, b] in 0..15, scale float16 [b]."""
+    high, low = w.max(axis=0), w.min(axis=0)
     extreme = np.where(high >= -low, high, low)
+    first_step = np.divide(-1, extreme, out=np.zeros_like(extreme), where=extreme != 0)
     weighted = w if weight is None else w * weight
-    best = np.full(len(w), -1.0, dtype=np.float32)
-    scale = np.zeros(len(w), dtype=np.float32)
+    best = np.full_like(extreme, -1.0)
+    scale = np.zeros_like(extreme)
     q = np.empty_like(w)
-    step = np.empty_like(extreme)
     for t in _SYMMETRIC_STEPS:
-        np.divide(-t, extreme, out=step, where=extreme != 0)
-        _round(w, step, q, -8, 7)
-        wq = np.einsum("ij,ij->i", weighted, q)
-        qq = _weighted_square(q, weight)
+        _round(w, first_step * t, -8, 7, q)
+        wq = _dot(weighted, q)
+        qq = _square(q, weight)
         fit = np.divide(wq, qq, out=np.zeros_like(wq), where=qq > 0)  # least squares; the error falls by fit * wq
-        better = fit * wq > best
-        np.copyto(best, fit * wq, where=better)
+        gain = fit * wq
+        better = gain > best
+        np.copyto(best, gain, where=better)
         np.copyto(scale, fit, where=better)
-    scale = scale.astype(np.float16)
-    _round(w, _reciprocal(scale), q, -8, 7)
+    half = scale.astype(np.float16)
+    _round(w, _reciprocal(half), -8, 7, q)
     q += 8
-    return q.astype(np.uint8), scale
+    return q.astype(np.uint8), half
 
 
 def _asymmetric(w: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks float32 [b, group] -> codes uint8 [b, group] in 0..15, scale float16 [b], minimum float16 [b]."""
-    high, low = w.max(axis=1), w.min(axis=1)
+    """Groups float32 [group, b] -> codes uint8 [group, b] in 0..15, scale float16 [b], minimum float16 [b]."""
+    high, low = w.max(axis=0), w.min(axis=0)
     center = (high + low) / 2
-    v = w - center[:, None]  # centred, so that the sums below do not cancel
+    v = w - center  # centred, so that the sums below do not cancel
+    half_range = (high - low) / 2
     weighted = v if weight is None else v * weight
-    total = np.float32(w.shape[1]) if weight is None else weight.sum(axis=1)
-    sum_w = weighted.sum(axis=1)
-    sum_ww = np.einsum("ij,ij->i", weighted, v)
-    best = np.full(len(w), np.inf, dtype=np.float32)
-    best_scale, best_offset = np.zeros_like(best), np.zeros_like(best)
+    total = np.float32(w.shape[0]) if weight is None else weight.sum(axis=0)
+    sum_w, sum_ww = weighted.sum(axis=0), _dot(weighted, v)
+    best = np.full_like(low, np.inf)
+    best_scale, best_offset = np.zeros_like(low), np.zeros_like(low)
     q = np.empty_like(w)
-    for share in _ASYMMETRIC_RANGES:
-        scale = (high - low) * (share / 15)
-        offset = -7.5 * scale
+    for share_low, share_high in itertools.product(_ASYMMETRIC_SHARES, repeat=2):
+        scale = half_range * np.float32((share_low + share_high) / 15)
+        offset = half_range * np.float32(-share_low)
         for _ in range(_ASYMMETRIC_ROUNDS):
-            inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-            _round(v, inverse, q, 0, 15, offset)
-            sum_q = q.sum(axis=1) if weight is None else np.einsum("ij,ij->i", q, weight)
-            sum_qq = _weighted_square(q, weight)
-            sum_wq = np.einsum("ij,ij->i", weighted, q)
+            np.subtract(v, offset, out=q)
+            _round(q, _reciprocal(scale), 0, 15, q)
+            sum_q, sum_qq, sum_wq = _sum(q, weight), _square(q, weight), _dot(weighted, q)
+            # Least squares for w = scale q + offset. All codes equal: no slope, and the offset alone is the mean.
             determinant = total * sum_qq - sum_q * sum_q
             solvable = determinant > 1e-6 * total * sum_qq
-            np.divide(total * sum_wq - sum_q * sum_w, determinant, out=scale, where=solvable)
-            offset = (sum_w - scale * sum_q) / total
+            scale = np.divide(total * sum_wq - sum_q * sum_w, determinant, out=np.zeros_like(scale), where=solvable)
+            offset = np.divide(sum_w - scale * sum_q, total, out=np.zeros_like(scale), where=total > 0)
             error = sum_ww - scale * sum_wq - offset * sum_w
             better = error < best
             np.copyto(best, error, where=better)
             np.copyto(best_scale, scale, where=better)
             np.copyto(best_offset, offset, where=better)
-    scale = best_scale.astype(np.float16)
+    half = best_scale.astype(np.float16)
     minimum = (best_offset + center).astype(np.float16)
-    _round(w, _reciprocal(scale), q, 0, 15, minimum.astype(np.float32))
-    return q.astype(np.uint8), scale, minimum
+    np.subtract(w, minimum.astype(np.float32), out=q)
+    _round(q, _reciprocal(half), 0, 15, q)
+    return q.astype(np.uint8), half, minimum
 
 
-def _round(
-    w: np.ndarray, inverse: np.ndarray, q: np.ndarray, low: int, high: int, offset: np.ndarray | None = None
-) -> None:
-    """q = clip(round((w - offset) * inverse)), one inverse and offset per row, in place."""
-    if offset is None:
-        np.multiply(w, inverse[:, None], out=q)
-    else:
-        np.subtract(w, offset[:, None], out=q)
-        q *= inverse[:, None]
-    np.rint(q, out=q)
-    np.clip(q, low, high, out=q)
+def _round(w: np.ndarray, inverse: np.ndarray, low: int, high: int, out: np.ndarray) -> None:
+    """out = clip(round(w * inverse)), one inverse per column."""
+    np.multiply(w, inverse, out=out)
+    np.rint(out, out=out)
+    np.clip(out, low, high, out=out)
 
 
-def _weighted_square(q: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
-    return np.einsum("ij,ij->i", q, q) if weight is None else np.einsum("ij,ij,ij->i", q, q, weight)
+def _dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.einsum("ij,ij->j", a, b)
+
+
+def _sum(q: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+    return q.sum(axis=0) if weight is None else _dot(q, weight)
+
+
+def _square(q: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+    return _dot(q, q) if weight is None else _dot(q * weight, q)
 
 
 def _reciprocal(scale: np.ndarray) -> np.ndarray:
