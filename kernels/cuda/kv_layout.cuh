@@ -14,17 +14,17 @@
 //     values: load i gives lane (g, t) dimensions g * HEAD_DIM / 8 + {2i, 2i + 1} of positions 2t, 2t+1, 2t+8, 2t+9.
 constexpr int KV_BLOCK = 16;  // positions
 
-template <int HEAD_DIM>
+template <int DIM>
 __device__ __forceinline__ int key_offset(int position, int dim) {  // elements from the block's start
-    constexpr int HALF = HEAD_DIM / 2, OWNED = HEAD_DIM / 8;
+    constexpr int HALF = DIM / 2, OWNED = DIM / 8;
     const int half = dim / HALF, within = dim % HALF, lane_t = within / OWNED, owned = within % OWNED;
     const int load = half * (OWNED / 8) + owned / 8, lane = position % 8 * 4 + lane_t;
-    return position / 8 * (8 * HEAD_DIM) + (load * 32 + lane) * 8 + owned % 8;
+    return position / 8 * (8 * DIM) + (load * 32 + lane) * 8 + owned % 8;
 }
 
-template <int HEAD_DIM>
+template <int DIM>
 __device__ __forceinline__ int value_offset(int position, int dim) {  // elements from the block's start
-    constexpr int OWNED = HEAD_DIM / 8;
+    constexpr int OWNED = DIM / 8;
     const int lane = dim / OWNED * 4 + position % 8 / 2, owned = dim % OWNED;
-    return KV_BLOCK * HEAD_DIM + (owned / 2 * 32 + lane) * 8 + owned % 2 * 4 + position / 8 * 2 + position % 2;
+    return KV_BLOCK * DIM + (owned / 2 * 32 + lane) * 8 + owned % 2 * 4 + position / 8 * 2 + position % 2;
 }

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from kernels.build import CUDA_DIRECTORY, architecture, compile_cubin
+from kernels.cuda import plan as planning
+from kernels.cuda.driver import CudaError, Driver, Kernel, MappedMemory, Module
+from kernels.cuda.kv_layout import cache_shape
+from kernels.cuda.plan import PHASES, KernelDims, Plan, StoredMatrix, Unsupported
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["DeviceSampling", "KernelDims", "KernelStopped", "Megakernel", "TokenRing", "Unsupported"]
 
-@dataclass(frozen=True)
-class KernelDims:
-    """The shape and scalars of a model (engine.config.ModelConfig's, without what a kernel does not need)."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    rms_norm_eps: float
-    qk_norm: bool
-    tied_head: bool
-    embedding_multiplier: float
-    attention_multiplier: float
-    residual_multiplier: float
-    logits_scaling: float
-
-
-class StoredMatrix(Protocol):
-    """A weight matrix [n, k] as engine/packed.py stores it."""
-
-    format: Any  # "int4", "int8" or "bf16"
-    n: int
-    k: int
-    group: int
-    q: Any
-    scale: Any
-    minimum: Any
+PROFILE_SLOTS = 32
+PROFILE_NAMES = {
+    0: "qkv receive, stage",
+    1: "qkv barrier",
+    2: "qkv multiply",
+    3: "qkv sum, publish",
+    4: "attention receive",
+    5: "attention keys",
+    6: "attention merge",
+    8: "o receive, stage",
+    9: "o barrier",
+    10: "o multiply",
+    11: "o sum, publish",
+    12: "gate_up receive, stage",
+    13: "gate_up barrier",
+    14: "gate_up multiply",
+    15: "gate_up sum, publish",
+    16: "down receive, stage",
+    17: "down barrier",
+    18: "down multiply",
+    19: "down sum, publish",
+    20: "head receive, stage",
+    21: "head barrier",
+    22: "head multiply",
+    23: "head sum, publish",
+    25: "choose token",
+}
+_TOKEN_BYTES = 16
+_MODE_STEP, _MODE_GREEDY, _MODE_SAMPLE = 0, 1, 2
+_POINTER = ctypes.c_uint64
 
 
 @dataclass(frozen=True)
@@ -62,32 +72,114 @@ class KernelStopped(RuntimeError):
     """The kernel stopped answering or failed; the CUDA context may be unusable from here on."""
 
 
+class _Parameters(ctypes.Structure):
+    """struct Parameters of context.cuh."""
+
+    _fields_ = [
+        *[(name, _POINTER) for name in ("weights", "tiles", "scratch", "kv", "norms", "head_norms")],
+        *[(name, _POINTER) for name in ("inverse_frequencies", "embed_q", "embed_scale", "embed_minimum", "logits")],
+        *[(name, _POINTER) for name in ("features", "feature_slot", "stop_ids", "window_ids", "ids")],
+        *[(name, _POINTER) for name in ("host_tokens", "host_stop", "host_report", "host_started", "profile")],
+        ("kv_layer_stride", ctypes.c_int64),
+        ("kv_head_stride", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("tokens", ctypes.c_int32 * 8),
+        *[(name, ctypes.c_int32) for name in ("columns", "position", "max_tokens", "mode")],
+        *[(name, ctypes.c_int32) for name in ("stop_count", "window_count", "window", "draw_index", "top_k")],
+        *[(name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "repeat_penalty")],
+    ]
+
+
+class _SmTiles(ctypes.Structure):
+    """struct SmTiles of context.cuh."""
+
+    _fields_ = [
+        ("first", ctypes.c_int32 * len(PHASES)),
+        ("count", ctypes.c_int32 * len(PHASES)),
+        ("offset", ctypes.c_int64),
+        ("layer_bytes", ctypes.c_int64),
+    ]
+
+
+class _Source(ctypes.Structure):
+    _fields_ = [("q", _POINTER), ("scale", _POINTER), ("minimum", _POINTER)]
+
+
+class _Retile(ctypes.Structure):
+    """struct Retile of retile.cu."""
+
+    _fields_ = [
+        ("low", _Source),
+        ("high", _Source),
+        *[(name, ctypes.c_int32) for name in ("low_row", "high_row", "rows_per_tile", "rows", "k", "group", "bits")],
+        *[(name, ctypes.c_int32) for name in ("chunks", "units", "unit_blocks", "unit_bytes", "reserved")],
+        ("target", _POINTER),
+        ("offset", _POINTER),
+        ("chunk_stride", _POINTER),
+    ]
+
+
 class TokenRing:
     """A running whole-loop decode: tokens arrive in pinned memory while the kernel goes on."""
+
+    def __init__(self, owner: Megakernel, max_tokens: int, finished: torch.cuda.Event) -> None:
+        self._owner, self._max_tokens, self._finished = owner, max_tokens, finished
+        self._taken = 0
+        self._entries = owner._host_tokens
+        self._lock = threading.Lock()
 
     def poll(self) -> tuple[list[int], list[float]]:
         """Ids that arrived since the last call, and for each the seconds from the kernel's start to its completion.
 
         Never blocks. Raises KernelStopped.
         """
-        raise NotImplementedError
+        with self._lock:
+            ended = self.done
+            first = last = self._taken
+            while last < self._max_tokens and self._entries["sequence"][last] == last + 1:
+                last += 1
+            self._taken = last
+            if last == first and ended:
+                self._owner._raise_if_stopped()
+            started = int(self._owner._host_control[1])
+            rows = self._entries[first:last]
+            return [int(i) for i in rows["id"]], [(int(ns) - started) * 1e-9 for ns in rows["nanoseconds"]]
 
     @property
     def done(self) -> bool:
         """True once the kernel has ended (a last `poll` may still return tokens)."""
-        raise NotImplementedError
+        try:
+            return self._finished.query()
+        except RuntimeError:  # a failed kernel; poll says what happened
+            return True
 
     def cancel(self) -> None:
         """Ask the kernel to stop within one token. Idempotent, callable from any thread."""
-        raise NotImplementedError
+        self._owner._host_control[2] = 1
+
+    def wait(self) -> tuple[list[int], list[float]]:
+        """All remaining tokens, blocking until the kernel has ended."""
+        ids: list[int] = []
+        seconds: list[float] = []
+        while True:
+            ended = self.done
+            more = self.poll()
+            ids += more[0]
+            seconds += more[1]
+            if ended and not more[0]:
+                return ids, seconds
+            time.sleep(0.0002)
 
 
 class Megakernel:
     """One model on one GPU, with its KV cache.
 
-    dims: the shape. matrices: by packed name ("embed", "layers.0.q", ..., "head" unless tied). vectors: float32 norms by
-    packed name. inverse_frequencies: float32 [head_dim / 2]. context_size: positions of the KV cache. columns: the
-    largest M of `step`, up to 8.
+    dims: the shape. matrices: by packed name ("embed", "layers.0.q", ..., "head" unless tied); arrays in host memory or
+    tensors on the device. vectors: float32 norms by packed name. inverse_frequencies: float32 [head_dim / 2].
+    context_size: positions of the KV cache. columns: the largest M of `step`, up to 8. cubin_cache: where compiled
+    kernels are kept. tuning: see plan.make_plan.
+
+    Raises plan.Unsupported for a shape or format that it does not decode, CompileError, CudaError.
     """
 
     kv_cache: torch.Tensor  # bf16, shape and order in kv_layout.py; prefill writes it
@@ -96,20 +188,57 @@ class Megakernel:
         self,
         dims: KernelDims,
         matrices: Mapping[str, StoredMatrix],
-        vectors: Mapping[str, np.ndarray],
+        vectors: Mapping[str, Any],
         inverse_frequencies: np.ndarray,
         context_size: int,
         *,
-        columns: int = 8,
+        columns: int = planning.MAX_COLUMNS,
         cubin_cache: Path | None = None,
         progress: Callable[[str], None] | None = None,
+        tuning: Mapping[str, int] | None = None,
     ) -> None:
-        raise NotImplementedError
+        import torch
+
+        self._torch, self.dims, self.context_size, self.columns = torch, dims, context_size, columns
+        self._driver = Driver()
+        self._gpu = self._driver.gpu()
+        self._cache, self._progress, self._tuning = cubin_cache, progress, dict(tuning or {})
+        self._matrices_embed = matrices["embed"]
+        self.phases = planning.phases_of(dims, matrices)
+        self.split = planning.split_tiles(self.phases, dims.layers, self._gpu.sm_count)
+        self._kernels: dict[int, tuple[Kernel, Plan]] = {}
+        self._device = torch.device("cuda", 0)
+        self._upload(matrices, vectors, inverse_frequencies)
+        shape = cache_shape(dims.layers, dims.kv_heads, context_size, dims.head_dim)
+        self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
+        self._open_host_memory()
+        self._buffers: dict[str, Any] = {}
+
+    # ---- the public calls
 
     @property
     def weight_bytes(self) -> dict[str, int]:
         """Bytes that one step reads of each kind of tensor (as in engine's ByteLedger), padding included."""
-        raise NotImplementedError
+        d, kv = self.dims, self.dims.kv_heads * self.dims.head_dim
+
+        def rows(phase: str, n: int) -> int:
+            return -(-n // planning.TILE_ROWS) * self.phases[phase].tile_bytes
+
+        layer = {
+            "q": rows("qkv", d.heads * d.head_dim),
+            "k": rows("qkv", kv),
+            "v": rows("qkv", kv),
+            "o": rows("o", d.hidden),
+            "gate": rows("gate_up", d.intermediate),
+            "up": rows("gate_up", d.intermediate),
+            "down": rows("down", d.hidden),
+            "norm": 4 * (2 * d.hidden + (2 * d.head_dim if d.qk_norm else 0)),
+        }
+        total = {name: size * d.layers for name, size in layer.items()}
+        total["norm"] += 4 * d.hidden
+        total["head"] = rows("head", d.vocab)
+        total["embed"] = int(sum(_nbytes(a) for a in self._embed if a is not None)) // d.vocab
+        return total
 
     def step(
         self, tokens: Sequence[int], position: int, *, all_logits: bool = True, features: Sequence[int] = ()
@@ -119,7 +248,29 @@ class Megakernel:
         Returns device float32 logits [M, vocab] (or [1, vocab], the last row's) and, for each layer index in
         `features`, the residual stream entering it, float32 [M, hidden]. Enqueued on torch's current stream.
         """
-        raise NotImplementedError
+        torch, m = self._torch, len(tokens)
+        if not 1 <= m <= self.columns:
+            raise ValueError(f"{m} tokens in a step of 1 to {self.columns}")
+        if position < 0 or position + m > self.context_size:
+            raise ValueError(f"positions {position} to {position + m} of {self.context_size}")
+        width = next(c for c in (1, 2, 4, 8) if c >= m)
+        kernel, plan = self._kernel(width)
+        logits = torch.empty((width, self.dims.vocab), dtype=torch.float32, device=self._device)
+        p = self._parameters(plan)
+        p.logits = logits.data_ptr()
+        taken: dict[int, torch.Tensor] = {}
+        if features:
+            slots = torch.full((self.dims.layers + 1,), -1, dtype=torch.int32)
+            for slot, layer in enumerate(features):
+                slots[layer] = slot
+            slots = slots.to(self._device)
+            out = torch.empty((len(features), width, self.dims.hidden), dtype=torch.float32, device=self._device)
+            p.features, p.feature_slot = out.data_ptr(), slots.data_ptr()
+            taken = {layer: out[slot, :m] for slot, layer in enumerate(features)}
+        p.tokens[:m] = list(tokens)
+        p.columns, p.position, p.mode, p.max_tokens = m, position, _MODE_STEP, 1
+        self._launch(kernel, plan, p)
+        return (logits[:m] if all_logits else logits[m - 1 : m]), taken
 
     def stream(
         self,
@@ -134,8 +285,233 @@ class Megakernel:
 
         history: every token up to and including `token`; its length is the index of the first draw.
         """
-        raise NotImplementedError
+        torch = self._torch
+        max_tokens = min(max_tokens, self.context_size - position)
+        if max_tokens < 1 or position < 0:
+            raise ValueError(f"no room for a token at position {position} of {self.context_size}")
+        kernel, plan = self._kernel(1)
+        p = self._parameters(plan)
+        penalised = sampling.repeat_penalty != 1.0 and sampling.repeat_window > 0
+        window = list(history[-sampling.repeat_window :]) if penalised else []
+        ids = torch.tensor([*stop_ids, *window, 0], dtype=torch.int32).to(self._device)
+        produced = torch.empty(max_tokens, dtype=torch.int32, device=self._device)
+        self._buffers["stream"] = (ids, produced)
+        p.stop_ids, p.stop_count = ids.data_ptr(), len(stop_ids)
+        p.window_ids, p.window_count = ids.data_ptr() + 4 * len(stop_ids), len(window)
+        p.window = sampling.repeat_window
+        p.ids = produced.data_ptr()
+        p.tokens[0] = token
+        p.columns, p.position, p.max_tokens = 1, position, max_tokens
+        p.mode = _MODE_SAMPLE if sampling.temperature > 0 else _MODE_GREEDY
+        p.draw_index, p.seed = len(history), sampling.seed
+        p.temperature, p.top_k = sampling.temperature, sampling.top_k
+        p.top_p, p.min_p = sampling.top_p, sampling.min_p
+        p.repeat_penalty = sampling.repeat_penalty if penalised else 1.0
+        if p.mode == _MODE_SAMPLE:
+            logits = torch.empty((1, self.dims.vocab), dtype=torch.float32, device=self._device)
+            self._buffers["logits"] = logits
+            p.logits = logits.data_ptr()
+        self._host_tokens["sequence"][:max_tokens] = 0
+        self._host_control[:] = 0
+        self._launch(kernel, plan, p)
+        finished = torch.cuda.Event()
+        finished.record()
+        return TokenRing(self, max_tokens, finished)
+
+    def profile(self) -> dict[str, tuple[float, float, float]]:
+        """After a launch with tuning PROFILE: clocks of the first warp, by part: (mean, least, most) over the SMs."""
+        clocks = self._buffers["profile"].cpu().numpy()
+        return {
+            name: (float(clocks[:, i].mean()), float(clocks[:, i].min()), float(clocks[:, i].max()))
+            for i, name in PROFILE_NAMES.items()
+        }
+
+    def report(self, columns: int) -> tuple[Any, Plan]:
+        """What ptxas said about the kernel of that many columns, and its plan."""
+        self._kernel(columns)
+        return self._reports[columns], self._kernels[columns][1]
 
     def close(self) -> None:
         """Release the device memory. Idempotent."""
-        raise NotImplementedError
+        for name in ("kv_cache", "_weights", "_embed", "_norms", "_head_norms", "_scratch", "_tiles"):
+            if hasattr(self, name):
+                delattr(self, name)
+        self._buffers.clear()
+        self._kernels.clear()
+        if hasattr(self, "_host"):
+            del self._host_tokens, self._host_control
+            self._host.close()
+            del self._host
+
+    # ---- launching
+
+    def _kernel(self, columns: int) -> tuple[Kernel, Plan]:
+        if columns not in self._kernels:
+            gpu = self._gpu
+            plan = planning.make_plan(
+                self.dims,
+                self.phases,
+                self.split,
+                gpu.sm_count,
+                gpu.shared_per_block,
+                columns,
+                self._matrices_embed,
+                self._tuning,
+            )
+            cubin = compile_cubin(
+                CUDA_DIRECTORY / "megakernel.cu",
+                arch=architecture(gpu.capability),
+                defines=plan.constants,
+                cache=self._cache,
+                driver_version=gpu.driver_version,
+                progress=self._progress,
+            )
+            kernel = Module(self._driver, cubin.code).kernel("megakernel")
+            kernel.allow_shared(plan.shared_bytes)
+            if not kernel.blocks_per_sm(plan.threads, plan.shared_bytes):
+                raise Unsupported(f"a block of {plan.shared_bytes} bytes of shared memory cannot be resident")
+            self._kernels[columns] = kernel, plan
+            self._reports = getattr(self, "_reports", {}) | {columns: cubin.report("megakernel")}
+        return self._kernels[columns]
+
+    def _parameters(self, plan: Plan) -> _Parameters:
+        torch, p = self._torch, _Parameters()
+        if getattr(self, "_scratch", None) is None or self._scratch.numel() < plan.scratch_bytes:
+            self._scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self._device)
+        p.weights, p.tiles, p.scratch = self._weights.data_ptr(), self._tiles.data_ptr(), self._scratch.data_ptr()
+        p.kv, p.norms = self.kv_cache.data_ptr(), self._norms.data_ptr()
+        p.head_norms = self._head_norms.data_ptr() if self._head_norms is not None else 0
+        p.inverse_frequencies = self._frequencies.data_ptr()
+        p.embed_q, p.embed_scale, p.embed_minimum = (a.data_ptr() if a is not None else 0 for a in self._embed)
+        p.kv_layer_stride, p.kv_head_stride = self.kv_cache.stride(0), self.kv_cache.stride(1)
+        base = self._host.device
+        p.host_started, p.host_stop, p.host_report, p.host_tokens = base, base + 16, base + 24, base + 64
+        p.repeat_penalty, p.temperature, p.top_p = 1.0, 0.0, 1.0
+        if self._tuning.get("PROFILE"):
+            self._buffers["profile"] = torch.zeros(
+                (self._gpu.sm_count, PROFILE_SLOTS), dtype=torch.int64, device=self._device
+            )
+            p.profile = self._buffers["profile"].data_ptr()
+        return p
+
+    def _launch(self, kernel: Kernel, plan: Plan, p: _Parameters) -> None:
+        self._scratch[: plan.scratch_bytes].zero_()
+        stream = self._torch.cuda.current_stream().cuda_stream
+        kernel.launch(plan.sms, plan.threads, [p], shared=plan.shared_bytes, stream=stream, cooperative=True)
+
+    def _raise_if_stopped(self) -> None:
+        report = int(self._host_control[3]) & 0xFFFFFFFF
+        if report:
+            raise KernelStopped(f"the kernel stopped waiting (wait {report & 0xFF}, block {report >> 8 & 0x7FFFFF})")
+        try:
+            self._driver.synchronize()
+        except CudaError as error:
+            raise KernelStopped(str(error)) from error
+
+    # ---- loading
+
+    def _open_host_memory(self) -> None:
+        # | started u32, pad, clock u64 | stop u64 | report u64 | pad to 64 | one entry a token |
+        self._host = MappedMemory(self._driver, 64 + _TOKEN_BYTES * (self.context_size + 1))
+        self._host_control = np.frombuffer(self._host.view[:32], dtype=np.uint64)
+        entry = np.dtype([("id", "<u4"), ("sequence", "<u4"), ("nanoseconds", "<u8")])
+        self._host_tokens = np.frombuffer(self._host.view[64:], dtype=entry)
+
+    def _upload(self, matrices: Mapping[str, StoredMatrix], vectors: Mapping[str, Any], frequencies: Any) -> None:
+        torch, d, sms = self._torch, self.dims, self._gpu.sm_count
+        self._weights = torch.empty(self.split.total_bytes, dtype=torch.uint8, device=self._device)
+        table = (_SmTiles * sms)()
+        for s in range(sms):
+            table[s].first[:] = self.split.first[s]
+            table[s].count[:] = self.split.count[s]
+            table[s].offset, table[s].layer_bytes = self.split.offset[s], self.split.layer_bytes[s]
+        self._tiles = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
+        norms = [np.asarray(vectors[f"layers.{i}.{n}"]) for i in range(d.layers) for n in ("attn_norm", "mlp_norm")]
+        norms.append(np.asarray(vectors["final_norm"]))
+        self._norms = torch.from_numpy(np.concatenate(norms).astype(np.float32)).to(self._device)
+        self._head_norms = None
+        if d.qk_norm:
+            heads = [np.asarray(vectors[f"layers.{i}.{n}"]) for i in range(d.layers) for n in ("q_norm", "k_norm")]
+            self._head_norms = torch.from_numpy(np.concatenate(heads).astype(np.float32)).to(self._device)
+        self._frequencies = torch.from_numpy(np.asarray(frequencies, dtype=np.float32)).to(self._device)
+        cubin = compile_cubin(
+            CUDA_DIRECTORY / "retile.cu",
+            arch=architecture(self._gpu.capability),
+            cache=self._cache,
+            driver_version=self._gpu.driver_version,
+            progress=self._progress,
+        )
+        retile = Module(self._driver, cubin.code).kernel("retile")
+        for layer in range(d.layers):
+            name = f"layers.{layer}."
+            first = 0
+            for part in ("q", "k", "v"):
+                self._retile(retile, "qkv", layer, first, self._on_device(matrices[name + part]))
+                first += matrices[name + part].n // planning.TILE_ROWS
+            self._retile(retile, "o", layer, 0, self._on_device(matrices[name + "o"]))
+            pair = self._on_device(matrices[name + "gate"]), self._on_device(matrices[name + "up"])
+            self._retile(retile, "gate_up", layer, 0, *pair)
+            self._retile(retile, "down", layer, 0, self._on_device(matrices[name + "down"]))
+        embed = self._on_device(matrices["embed"])
+        self._retile(retile, "head", d.layers, 0, embed if d.tied_head else self._on_device(matrices["head"]))
+        self._embed = embed[1:]
+
+    def _on_device(self, matrix: StoredMatrix) -> tuple[StoredMatrix, Any, Any, Any]:
+        torch = self._torch
+
+        def move(array: Any) -> Any:
+            if array is None:
+                return None
+            if isinstance(array, torch.Tensor):
+                return array.to(self._device).contiguous()
+            array = np.ascontiguousarray(array)
+            if not array.flags.writeable:
+                array = array.copy()  # torch warns about memory maps
+            view = {2: np.int16, 1: np.int8, 4: np.int32}[array.dtype.itemsize]
+            return torch.from_numpy(array.view(view)).to(self._device)
+
+        return matrix, move(matrix.q), move(matrix.scale), move(matrix.minimum)
+
+    def _retile(self, kernel: Kernel, name: str, layer: int, first: int, low: tuple, high: tuple | None = None) -> None:
+        """Copies a matrix (or gate and up) into the streams of the SMs that own its tiles, from tile `first` on."""
+        torch, phase, index = self._torch, self.phases[name], PHASES.index(name)
+        matrix = low[0]
+        both = high is not None
+        tiles = -(-matrix.n // (8 if both else 16))
+        offset, chunk_stride = self._tile_offsets(index, layer)
+        positions = torch.from_numpy(np.stack([offset, chunk_stride])[:, first : first + tiles].copy()).to(self._device)
+        r = _Retile()
+        for target, source in ((r.low, low), (r.high, high or low)):
+            target.q = source[1].data_ptr()
+            target.scale = source[2].data_ptr() if source[2] is not None else 0
+            target.minimum = source[3].data_ptr() if source[3] is not None else 0
+        r.low_row, r.high_row, r.rows_per_tile = (0, 0, 8) if both else (0, 8, 16)
+        r.rows, r.k, r.group = matrix.n, matrix.k, matrix.group or 0
+        r.bits = {"int4": 4, "int8": 8, "bf16": 16}[str(matrix.format)]
+        r.chunks, r.units = phase.chunks, phase.units
+        r.unit_blocks, r.unit_bytes = phase.unit_blocks, phase.unit_bytes
+        r.target = self._weights.data_ptr()
+        r.offset, r.chunk_stride = positions[0].data_ptr(), positions[1].data_ptr()
+        stream = torch.cuda.current_stream().cuda_stream
+        kernel.launch((tiles, phase.chunks * phase.units, 1), 128, [r], stream=stream)
+        torch.cuda.current_stream().synchronize()  # the staging tensors are freed when the caller returns
+
+    def _tile_offsets(self, index: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Byte offsets of every tile's first chunk, and from one chunk of a tile to the next."""
+        split, order = self.split, [self.phases[n] for n in PHASES]
+        phase = order[index]
+        offsets, strides = [], []
+        for s in range(len(split.first)):
+            count = split.count[s]
+            base = split.offset[s] + layer * split.layer_bytes[s]
+            if phase.name != "head":
+                base += sum(count[i] * order[i].tile_bytes for i in range(index))
+            stride = count[index] * phase.units * phase.unit_bytes
+            for t in range(count[index]):
+                offsets.append(base + t * phase.units * phase.unit_bytes)
+                strides.append(stride)
+        return np.array(offsets, dtype=np.int64), np.array(strides, dtype=np.int64)
+
+
+def _nbytes(tensor: Any) -> int:
+    return tensor.numel() * tensor.element_size()

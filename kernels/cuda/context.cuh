@@ -1,0 +1,119 @@
+// What the kernel is launched with, and what the warps of one SM share.
+#pragma once
+#include "ring.cuh"
+
+enum Mode { STEP = 0, GREEDY = 1, SAMPLE = 2 };  // STEP: logits only, one pass
+
+struct SmTiles {  // one row per SM; mirrored by megakernel.py
+    int first[PHASES];
+    int count[PHASES];
+    long long offset;       // bytes from `weights` to this SM's stream
+    long long layer_bytes;  // of one layer in this stream
+};
+
+struct HostToken {  // one per produced token, in pinned memory
+    u32 id;
+    u32 sequence;  // 1 + index once the entry is complete
+    u64 nanoseconds;
+};
+
+struct Parameters {  // mirrored by megakernel.py
+    const u8* weights;
+    const SmTiles* tiles;
+    u32* scratch;  // zeroed before each launch
+    u16* kv;       // layout in kv_layout.cuh
+    const float* norms;       // [LAYERS][attention, mlp][HIDDEN], then the final one
+    const float* head_norms;  // [LAYERS][q, k][HEAD_DIM]; null without QK_NORM
+    const float* inverse_frequencies;
+    const void* embed_q;
+    const u16* embed_scale;
+    const u16* embed_minimum;
+    float* logits;            // [COLUMNS][VOCAB], or null
+    float* features;          // [slot][COLUMNS][HIDDEN], or null
+    const int* feature_slot;  // [LAYERS + 1]: slot or -1
+    const int* stop_ids;
+    const int* window_ids;  // the last window_count ids of the history, oldest first
+    int* ids;               // [max_tokens] produced ids
+    HostToken* host_tokens;
+    const u32* host_stop;
+    u32* host_report;
+    u32* host_started;  // [0] 1 once running, then u64 [1]: the clock at the start
+    long long* profile;  // [SMS][PROFILE_SLOTS], or null
+    long long kv_layer_stride, kv_head_stride;  // elements
+    u64 seed;
+    int tokens[8];
+    int columns, position, max_tokens, mode;
+    int stop_count, window_count, window, draw_index, top_k;
+    float temperature, top_p, min_p, repeat_penalty;
+};
+
+constexpr int PADDED_TOKENS = TOKEN_TILES * 4;
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int MOST_X_GROUPS =
+    larger(larger(Qkv::X_GROUPS, Out::X_GROUPS), larger(larger(GateUp::X_GROUPS, Down::X_GROUPS), Head::X_GROUPS));
+constexpr int MOST_SUMS = larger(larger(Qkv::SUMS, Out::SUMS), larger(larger(GateUp::SUMS, Down::SUMS), Head::SUMS));
+
+struct Shared {
+    RingBarriers ring;
+    SmTiles tiles;
+    float x_scale[PADDED_TOKENS][MOST_X_GROUPS];
+    int x_sum[PADDED_TOKENS][MOST_SUMS];
+    float squares[COLUMNS][HIDDEN / Qkv::X_GROUP];
+    float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
+    float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];
+    u64 best[WARPS];
+    u64 mass[WARPS];
+    u64 histogram[256];
+    u32 count[WARPS];
+    int scratch[2];
+    float top;
+    int token;
+    int stop;
+    u32 stop_asked;
+    u32 seen[SEEN_ROWS];  // how often the penalty's window holds each id of this SM's rows of the head
+};
+
+// Dynamic shared memory: the ring's slots, the arena (activations and sums; attention reuses it), then Shared.
+static_assert(STAGES * STAGE_BYTES + ARENA_BYTES + sizeof(Shared) <= SHARED_BYTES, "plan.py counts shared memory");
+static_assert(X_BYTES + PART_BYTES <= ARENA_BYTES, "x and sums fit the arena");
+
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+
+struct Context {
+    const Parameters& p;
+    Shared& s;
+    u8* slots;
+    u8* arena;
+    const SmTiles& tiles;
+    Cursor cursor;  // the consumers' place in the ring
+    const int sm = blockIdx.x;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+    // At the start of a phase: see opaque().
+    __device__ __forceinline__ void forget() { warp = opaque(warp), lane = opaque(lane); }
+
+    __device__ __forceinline__ float* part() const { return reinterpret_cast<float*>(arena + X_BYTES); }
+    __device__ __forceinline__ void sync() const { sync_consumers(); }
+};
+
+#ifdef PROFILE
+constexpr int PROFILE_SLOTS = 32;
+// Adds the clocks since the last stamp to `slot`; first thread of the SM only, so the shares of one warp.
+struct Profile {
+    long long total[PROFILE_SLOTS];
+    long long last;
+    __device__ __forceinline__ Profile() {
+        for (int i = 0; i < PROFILE_SLOTS; i++) total[i] = 0;
+        last = clock64();
+    }
+    __device__ __forceinline__ void stamp(int slot) {
+        const long long now = clock64();
+        total[slot] += now - last;
+        last = now;
+    }
+};
+#else
+struct Profile {
+    __device__ __forceinline__ void stamp(int) {}
+};
+#endif

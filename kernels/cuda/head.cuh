@@ -1,0 +1,138 @@
+// From the last layer to the next token: logits, the largest of them over all SMs, the draw, and word to the host.
+#pragma once
+#include "attention.cuh"
+#include "sampling.cuh"
+
+// A candidate word: | ordered logit : 32 | ~id : 20 | stop : 1 | token epoch : 11 |, so that the largest word is the largest
+// logit and, among equals, the lowest id.
+static_assert(VOCAB < 1 << 20, "ids have 20 bits");
+constexpr u64 CANDIDATE_TAG = 0x7ff, CANDIDATE_STOP = 0x800;
+
+__device__ __forceinline__ u64 candidate(float logit, int id) {
+    return u64(ordered(logit)) << 32 | u64(~u32(id) & 0xfffff) << 12;
+}
+__device__ __forceinline__ int candidate_id(u64 word) { return int(~u32(word >> 12) & 0xfffff); }
+
+__device__ __forceinline__ u64 warp_largest(u64 v) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) {
+        const u64 other = __shfl_xor_sync(ALL_LANES, v, o);
+        v = other > v ? other : v;
+    }
+    return v;
+}
+
+// The repeat penalty's window, as counts over this SM's rows of the head.
+struct Window {
+    __device__ static void add(const Context& c, int id, int by) {
+        const int row = id - c.tiles.first[Head::INDEX] * TILE_ROWS;
+        if (row >= 0 && row < c.tiles.count[Head::INDEX] * TILE_ROWS) atomicAdd(&c.s.seen[row], u32(by));
+    }
+    __device__ static void open(const Context& c) {
+        for (int i = threadIdx.x; i < SEEN_ROWS; i += CONSUMERS) c.s.seen[i] = 0;
+        c.sync();
+        for (int i = threadIdx.x; i < c.p.window_count; i += CONSUMERS) add(c, __ldg(c.p.window_ids + i), 1);
+        c.sync();
+    }
+    // After produced token `index`; one thread.
+    __device__ static void slide(const Context& c, int index, int token) {
+        add(c, token, 1);
+        const int leaving = c.p.window_count + index - c.p.window;
+        if (leaving < 0) return;
+        add(c, leaving < c.p.window_count ? __ldg(c.p.window_ids + leaving)
+                                          : int(load_word(reinterpret_cast<u32*>(c.p.ids) + leaving - c.p.window_count)),
+            -1);
+    }
+};
+
+// Logits of this SM's rows. Returns the thread's best candidate.
+__device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 tag, const float* norm, float* feature) {
+    u64 best = 0;
+    run_phase<Head>(
+        c, profile, 20,
+        [&](int) { stage_words<Head, true>(c, c.p.scratch + HOP_HIDDEN, tag, norm, 0, feature, WAIT_HIDDEN); },
+        [&](int tile, int column, float2 sums) {
+            const int row_in_sm = tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8;
+            const int row = c.tiles.first[Head::INDEX] * TILE_ROWS + row_in_sm;
+            float logit = (c.lane & 1 ? sums.y : sums.x) * inverse_rms(c, column) * (1.0f / LOGITS_SCALING);
+            if (c.lane & 2 || row >= VOCAB) return;
+            if (c.p.mode != STEP) {
+                if (c.p.repeat_penalty != 1.0f && c.s.seen[row_in_sm])
+                    logit = logit > 0.0f ? logit / c.p.repeat_penalty : logit * c.p.repeat_penalty;
+                const u64 mine = candidate(logit, row);
+                best = mine > best ? mine : best;
+            }
+            if (c.p.logits && column < c.p.columns) c.p.logits[size_t(column) * VOCAB + row] = logit;
+        });
+    return best;
+}
+
+// All SMs agree on the next token. Returns it, and whether it is the last one.
+__device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, int index, bool& last) {
+    const Parameters& p = c.p;
+    u64* const words = reinterpret_cast<u64*>(p.scratch + HOP_CANDIDATES);
+    const u64 tag = u64(index + 1) & CANDIDATE_TAG;
+    best = warp_largest(best);
+    if (c.lane == 0) c.s.best[c.warp] = best;
+    c.sync();
+    if (c.warp == 0) {
+        best = warp_largest(c.lane < WARPS ? c.s.best[c.lane] : 0);
+        if (c.lane == 0) {
+            __threadfence();  // logits, and keys and values for the bulk copies of the next token
+            const bool stop = c.sm == 0 && *reinterpret_cast<volatile u32*>(&c.s.stop_asked);
+            store_word64(words + c.sm, best | (stop ? CANDIDATE_STOP : 0) | tag);
+        }
+        u64 largest = 0, stop = 0;
+        for (int i = c.lane; i < SMS; i += 32) {
+            Watchdog watchdog;
+            u64 w;
+            while (((w = load_word64(words + i)) & CANDIDATE_TAG) != tag) watchdog.tick(WAIT_TOKEN);
+            if (i == 0) stop = w & CANDIDATE_STOP;
+            w &= ~(CANDIDATE_TAG | CANDIDATE_STOP);
+            largest = w > largest ? w : largest;
+        }
+        largest = warp_largest(largest);
+        if (c.lane == 0) {
+            __threadfence();
+            c.s.token = candidate_id(largest);
+            c.s.top = from_ordered(u32(largest >> 32));
+            c.s.stop = stop != 0;
+        }
+    }
+    c.sync();
+    if (p.mode == SAMPLE) {
+        u64* const chosen = reinterpret_cast<u64*>(p.scratch + HOP_TOKEN);
+        if (c.sm == 0) {
+            const int token = draw_token(&p, &c.s, c.s.top, philox(u32(p.draw_index + index), p.seed));
+            if (threadIdx.x == 0) store_word64(chosen, tag << 32 | u32(token));
+        }
+        if (threadIdx.x == 0) {
+            Watchdog watchdog;
+            u64 w;
+            while (((w = load_word64(chosen)) >> 32) != tag) watchdog.tick(WAIT_TOKEN);
+            c.s.token = int(u32(w));
+        }
+        c.sync();
+    }
+    const int token = c.s.token;
+    last = c.s.stop || index + 1 >= p.max_tokens;
+    for (int i = 0; i < p.stop_count; i++) last |= __ldg(p.stop_ids + i) == token;
+    if (threadIdx.x == 0) {
+        if (p.repeat_penalty != 1.0f) Window::slide(c, index, token);
+        c.s.stop = last;
+        // The next token's keys may be fetched: what other SMs stored is visible, also to the copy engine.
+#if __CUDA_ARCH__ >= 900
+        asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+        barrier_arrive(&c.s.ring.go);
+    }
+    if (c.sm == 0 && threadIdx.x == 32) {
+        store_word(reinterpret_cast<u32*>(p.ids) + index, u32(token));
+        const u64 now = nanoseconds();
+        asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p.host_tokens + index), "r"(u32(token)),
+                     "r"(u32(index + 1)), "r"(u32(now)), "r"(u32(now >> 32))
+                     : "memory");
+    }
+    profile.stamp(25);
+    return token;
+}

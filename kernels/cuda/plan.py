@@ -1,0 +1,386 @@
+"""How one model is laid over one GPU: the phases' geometry, which SM reads which rows, and the header the kernel is
+compiled with.
+
+A layer is four matrix phases (qkv, o, gate_up, down) and the head is a fifth. A phase's rows are cut into tiles of 16
+rows; a tile over all of K belongs to one SM. K is cut into units, what one warp multiplies at a time; a unit is one
+contiguous piece of memory (drawn in formats.cuh). gate_up tiles hold 8 gate rows, then their 8 up rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+TILE_ROWS = 16
+BLOCK_K = 64  # K that the 32 lanes hold in one step: 16 consecutive bytes a lane in int4
+KV_BLOCK = 16
+MAX_COLUMNS = 8
+
+CONSUMER_WARPS = 16
+MAX_SPLITS = 16  # of the keys of one KV head
+STAGE_BYTES = 17408  # wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not
+CHUNK_K = 4096  # most K whose activations are staged at once for many columns
+EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
+SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
+
+
+class Unsupported(ValueError):
+    """A shape or a format that the megakernel does not decode; `str(error)` says which."""
+
+
+@dataclass(frozen=True)
+class KernelDims:
+    """The shape and scalars of a model (engine.config.ModelConfig's, without what a kernel does not need)."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    rms_norm_eps: float
+    qk_norm: bool
+    tied_head: bool
+    embedding_multiplier: float
+    attention_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+class StoredMatrix(Protocol):
+    """A weight matrix [n, k] as engine/packed.py stores it."""
+
+    @property
+    def format(self) -> Any: ...  # "int4", "int8" or "bf16"
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def q(self) -> Any: ...
+    @property
+    def scale(self) -> Any: ...
+    @property
+    def minimum(self) -> Any: ...
+
+
+FORMAT_CODES = {"int4": 0, "int4_asymmetric": 1, "int8": 2, "bf16": 3}
+BLOCK_BYTES = {"int4": 512, "int4_asymmetric": 512, "int8": 1024, "bf16": 2048}  # of 16 rows x 64
+
+
+def format_of(matrix: StoredMatrix) -> str:
+    return "int4_asymmetric" if matrix.format == "int4" and matrix.minimum is not None else str(matrix.format)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One matrix phase. Bytes are those of the tiled copy on the device, scales included."""
+
+    name: str
+    k: int
+    rows: int  # of the phase's output, before padding to whole tiles
+    tiles: int
+    format: str
+    group: int  # 0 for bf16
+    chunks: int  # pieces of K whose units follow one another in memory
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 64 along K in one chunk."""
+        return self.k // BLOCK_K // self.chunks
+
+    @property
+    def unit_blocks(self) -> int:
+        """Blocks of one unit: the divisor of `blocks` that brings a unit nearest to 2 KB and holds whole groups."""
+        want = max(1, 2048 // BLOCK_BYTES[self.format])
+        step = max(1, self.group // BLOCK_K)
+        fitting = [d for d in range(step, want + 1) if self.blocks % d == 0 and d % step == 0]
+        if not fitting:
+            raise Unsupported(f"{self.name}: K = {self.k} in groups of {self.group}")
+        return fitting[-1]
+
+    @property
+    def units(self) -> int:
+        """Units of one tile in one chunk."""
+        return self.blocks // self.unit_blocks
+
+    @property
+    def unit_bytes(self) -> int:
+        scale_bytes = 0
+        if self.group:
+            groups = self.unit_blocks * BLOCK_K // self.group
+            scale_bytes = groups * 2 * TILE_ROWS * (2 if self.format == "int4_asymmetric" else 1)
+        return self.unit_blocks * BLOCK_BYTES[self.format] + scale_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.chunks * self.units * self.unit_bytes
+
+    @property
+    def units_per_stage(self) -> int:
+        """A power of two that divides the consumer warps, so that a warp keeps its place within a stage."""
+        return 1 << int(math.log2(min(CONSUMER_WARPS, STAGE_BYTES // self.unit_bytes)))
+
+    @property
+    def x_group(self) -> int:
+        """Input channels that share one scale of the 16-bit activations."""
+        return 128 if self.k // self.chunks % 128 == 0 else 64
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of one staged activation value of one column (high and low part together)."""
+        return 4 if self.format == "bf16" else 2
+
+
+PHASES = ("qkv", "o", "gate_up", "down", "head")
+
+
+def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix]) -> dict[str, Phase]:
+    """The five phases, from the matrices of layer 0; checks that every layer and every part agrees."""
+    head = "embed" if dims.tied_head else "head"
+    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    names = {phase: [f"layers.{i}.{p}" for i in range(dims.layers) for p in parts[phase]] for phase in parts}
+    names["head"] = [head]
+    rows = {
+        "qkv": dims.qkv_rows,
+        "o": dims.hidden,
+        "gate_up": 2 * dims.intermediate,
+        "down": dims.hidden,
+        "head": dims.vocab,
+    }
+    inputs = {
+        "qkv": dims.hidden,
+        "o": dims.heads * dims.head_dim,
+        "gate_up": dims.hidden,
+        "down": dims.intermediate,
+        "head": dims.hidden,
+    }
+    phases = {}
+    for name in PHASES:
+        found = {(format_of(matrices[n]), matrices[n].group, matrices[n].k) for n in names[name]}
+        if len(found) != 1:
+            raise Unsupported(f"the matrices of {name} are stored in different formats: {sorted(found)}")
+        kind, group, k = found.pop()
+        if k != inputs[name]:
+            raise Unsupported(f"{name} has {k} input channels, the shape says {inputs[name]}")
+        if k % BLOCK_K or (rows[name] % TILE_ROWS and name != "head"):
+            raise Unsupported(f"{name} is {rows[name]} x {k}: not a multiple of {TILE_ROWS} x {BLOCK_K}")
+        chunks = 1
+        if name == "down":  # the widest input; the others are at most a few thousand channels
+            chunks = next(
+                c
+                for c in range(1, k // BLOCK_K + 1)
+                if k // BLOCK_K % c == 0
+                and k // c <= (CHUNK_K // 2 if kind == "bf16" else CHUNK_K)
+                and (not group or k // c % max(group, BLOCK_K) == 0)
+            )
+        phases[name] = Phase(name, k, rows[name], -(-rows[name] // TILE_ROWS), kind, group or 0, chunks)
+    return phases
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which tiles each SM owns, in one table row per SM: `first` and `count` by phase, in the order of PHASES."""
+
+    first: list[list[int]]
+    count: list[list[int]]
+    layer_bytes: list[int]  # of one layer, per SM
+    offset: list[int]  # where each SM's stream begins
+    total_bytes: int
+
+
+def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
+    """Contiguous tiles for every SM. o and down share one assignment, because the owner keeps the residual's rows.
+
+    gate_up evens out the bytes halfway: the ring absorbs an imbalance within a layer, but the SM with the most rows
+    of a phase is also the last to publish them.
+    """
+    o, gate_up, down, qkv = phases["o"], phases["gate_up"], phases["down"], phases["qkv"]
+
+    def even(tiles: int, heavy_last: bool) -> list[int]:
+        base, extra = divmod(tiles, sms)
+        return [base + (s >= sms - extra if heavy_last else s < extra) for s in range(sms)]
+
+    counts = {
+        # SMs with low numbers attend to the keys, so those with high numbers take the larger shares.
+        "qkv": even(qkv.tiles, True),
+        "o": even(o.tiles, True),
+        "down": even(o.tiles, True),
+        "head": even(phases["head"].tiles, False),
+    }
+    load = [
+        0.5 * (counts["qkv"][s] * qkv.tile_bytes + counts["o"][s] * (o.tile_bytes + down.tile_bytes))
+        for s in range(sms)
+    ]
+    counts["gate_up"] = [0] * sms
+    for _ in range(gate_up.tiles):
+        s = min(range(sms), key=lambda i: (load[i], i))
+        counts["gate_up"][s] += 1
+        load[s] += gate_up.tile_bytes
+    first, count = [], []
+    start = dict.fromkeys(PHASES, 0)
+    for s in range(sms):
+        first.append([start[name] for name in PHASES])
+        count.append([counts[name][s] for name in PHASES])
+        for name in PHASES:
+            start[name] += counts[name][s]
+    layer_bytes = [sum(counts[n][s] * phases[n].tile_bytes for n in PHASES if n != "head") for s in range(sms)]
+    offset, at = [], 0
+    for s in range(sms):
+        offset.append(at)
+        at += layers * layer_bytes[s] + counts["head"][s] * phases["head"].tile_bytes
+        at = -(-at // 128) * 128
+    return Split(first, count, layer_bytes, offset, at)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the host must know to compile, fill and launch the kernel for one number of columns."""
+
+    dims: KernelDims
+    phases: dict[str, Phase]
+    split: Split
+    sms: int
+    columns: int
+    shared_bytes: int  # dynamic shared memory of a block
+    constants: dict[str, str]  # the kernel's macros
+    scratch_bytes: int  # of the hop buffers, zeroed before each launch
+    threads: int = field(default=(CONSUMER_WARPS + 1) * 32)
+
+
+def make_plan(
+    dims: KernelDims,
+    phases: dict[str, Phase],
+    split: Split,
+    sms: int,
+    shared_limit: int,
+    columns: int,
+    embed: StoredMatrix,
+    tuning: Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
+
+    tuning: overrides of WINDOW (stages in flight), BLOCKS_PER_SPLIT, STAGES; and PROFILE.
+    """
+    tuning = dict(tuning or {})
+    hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
+    if hd % 64 or hd > 256 or dims.heads % dims.kv_heads:
+        raise Unsupported(f"head dimension {hd}, {dims.heads} query and {dims.kv_heads} KV heads")
+    if dims.kv_heads > sms:
+        raise Unsupported(f"{dims.kv_heads} KV heads on {sms} multiprocessors")
+    query_blocks = -(-group_heads * columns // 8)
+    if query_blocks > CONSUMER_WARPS:
+        raise Unsupported(f"{group_heads} query heads per KV head with {columns} columns")
+    lanes = CONSUMER_WARPS // query_blocks  # warps that share the keys of one block of eight queries
+    kv_bytes = 4 * KV_BLOCK * hd
+    kv_per_stage = 1 << int(math.log2(max(1, STAGE_BYTES // kv_bytes)))
+
+    most = {name: max(row[i] for row in split.count) for i, name in enumerate(PHASES)}
+    part_unit = columns * TILE_ROWS + 8  # floats; the 8 spread four units over all banks
+    budget = {1: 10752, 2: 12288, 4: 20480, 8: 36864}[columns]
+    batch = {}
+    for name, phase in phases.items():
+        per_tile = phase.chunks * phase.units * part_unit * 4
+        batch[name] = most[name] if most[name] * per_tile <= budget else max(1, budget // 2 // per_tile)
+        if name == "down":
+            batch[name] = most[name]  # the residual's owner reduces all its rows at once
+    part = max(
+        batch[n] * p.chunks * p.units * part_unit * 4 * (2 if batch[n] < most[n] else 1) for n, p in phases.items()
+    )
+    part = -(-part // 128) * 128
+
+    def pieces(phase: Phase) -> int:
+        return 1 if columns * phase.k * phase.x_bytes <= 40000 else phase.chunks
+
+    def staged(phase: Phase) -> int:
+        return 2 * columns * (phase.k // pieces(phase) * phase.x_bytes // 2 + 64)
+
+    x = -(-max(staged(p) for p in phases.values()) // 128) * 128
+    queries = query_blocks * 2 * 8 * hd * 2
+    rows = min(8, group_heads * columns)
+    attention = queries + kv_bytes + query_blocks * lanes * rows * (hd + 2) * 4
+    arena = max(x + part, attention)
+    arena = -(-arena // 128) * 128
+
+    stage = max([p.units_per_stage * p.unit_bytes for p in phases.values()] + [kv_per_stage * kv_bytes])
+    stage = -(-stage // 128) * 128
+    groups = max(
+        columns * (p.k // min(p.x_group, p.group or p.x_group)) for p in phases.values()
+    )  # scales and sums of x
+    seen = most["head"] * TILE_ROWS * 4
+    resid = most["o"] * TILE_ROWS * columns * 4
+    rope = columns * hd * 4
+    small = 4 * (-(-columns // 4) * 4) * (groups // columns) * 2 + seen + resid + rope + 4096
+    room = shared_limit - SHARED_RESERVE - arena - small
+    stages = min(tuning.get("STAGES", 32), room // (stage + 16))
+    if stages < 3:
+        raise Unsupported(f"{shared_limit} bytes of shared memory are too few for this model")
+
+    def f(value: float) -> str:
+        return f"{float(value)!r}f"
+
+    splits = max(1, min(MAX_SPLITS, sms // dims.kv_heads))
+    constants: dict[str, str] = {
+        "COLUMNS": str(columns),
+        "SMS": str(sms),
+        "HIDDEN": str(dims.hidden),
+        "LAYERS": str(dims.layers),
+        "HEADS": str(dims.heads),
+        "KV_HEADS": str(dims.kv_heads),
+        "HEAD_DIM": str(hd),
+        "INTERMEDIATE": str(dims.intermediate),
+        "VOCAB": str(dims.vocab),
+        "QK_NORM": str(int(dims.qk_norm)),
+        "RMS_EPS": f(dims.rms_norm_eps),
+        "EMBEDDING_MULTIPLIER": f(dims.embedding_multiplier),
+        "ATTENTION_MULTIPLIER": f(dims.attention_multiplier),
+        "RESIDUAL_MULTIPLIER": f(dims.residual_multiplier),
+        "LOGITS_SCALING": f(dims.logits_scaling),
+        "CONSUMER_WARPS": str(CONSUMER_WARPS),
+        "MAX_SPLITS": str(splits),
+        "BLOCKS_PER_SPLIT": str(tuning.get("BLOCKS_PER_SPLIT", lanes)),
+        "KV_PER_STAGE": str(kv_per_stage),
+        "STAGE_BYTES": str(stage),
+        "STAGES": str(stages),
+        "WINDOW": str(min(tuning.get("WINDOW", 2), stages - 1)),
+        "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
+        "PART_BYTES": str(part),
+        "X_BYTES": str(x),
+        "ARENA_BYTES": str(arena),
+        "SEEN_ROWS": str(most["head"] * TILE_ROWS),
+        "RESIDUAL_TILES": str(most["o"]),
+        "EMBED_FORMAT": str(FORMAT_CODES[format_of(embed)]),
+        "EMBED_GROUP": str(embed.group or 64),
+    }
+    for name, phase in phases.items():
+        prefix = name.upper()
+        constants |= {
+            f"{prefix}_FORMAT": str(FORMAT_CODES[phase.format]),
+            f"{prefix}_K": str(phase.k),
+            f"{prefix}_ROWS": str(phase.rows),
+            f"{prefix}_GROUP": str(phase.group or 64),
+            f"{prefix}_X_GROUP": str(phase.x_group),
+            f"{prefix}_CHUNKS": str(phase.chunks),
+            f"{prefix}_PIECES": str(pieces(phase)),
+            f"{prefix}_UNIT_BLOCKS": str(phase.unit_blocks),
+            f"{prefix}_UNITS_PER_STAGE": str(phase.units_per_stage),
+            f"{prefix}_BATCH": str(batch[name]),
+            f"{prefix}_MOST_TILES": str(most[name]),
+        }
+    for switch in ("PROFILE", "NO_WAIT"):
+        if tuning.get(switch):
+            constants[switch] = "1"
+    words = columns * (2 * dims.hidden + dims.qkv_rows + dims.intermediate + dims.heads * splits * (hd + 2))
+    scratch = 4 * words + 8 * sms + 1024
+    shared = arena + small + stages * (stage + 16)
+    constants["SHARED_BYTES"] = str(shared)
+    return Plan(dims, phases, split, sms, columns, shared, constants, scratch)

@@ -1,0 +1,196 @@
+// The PTX that C++ has no words for: memory barriers in shared memory, bulk copies, tensor-core products, tagged loads.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned;
+using u64 = unsigned long long;
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float NOTHING = -1e30f;  // a maximum over nothing
+
+// ---- watchdog: a wait that lasts too long ends the kernel with an error instead of hanging the GPU
+
+#ifndef WATCHDOG_MS
+#define WATCHDOG_MS 2000
+#endif
+
+__device__ u32* stalled_report;  // mapped host memory: which wait gave up
+
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
+
+__device__ __noinline__ void give_up(int where) {
+    if (stalled_report) *reinterpret_cast<volatile u32*>(stalled_report) = u32(where) | (blockIdx.x << 8) | 0x80000000u;
+    __threadfence_system();
+    __trap();
+}
+
+enum Wait { WAIT_FULL = 1, WAIT_EMPTY, WAIT_WINDOW, WAIT_GO, WAIT_HIDDEN, WAIT_QKV, WAIT_ATTENTION, WAIT_TOKEN };
+
+struct Watchdog {
+    u32 tries = 0;
+    u64 since = 0;
+    __device__ __forceinline__ void tick(int where) {
+        if (++tries & 127) return;
+        const u64 now = nanoseconds();
+        if (!since) since = now;
+        if (now - since > WATCHDOG_MS * 1000000ull) give_up(where);
+    }
+};
+
+// ---- shared-memory barriers and copies into shared memory
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(u64* barrier, u32 parity) {
+    u32 done;
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+#else
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+#endif
+    return done;
+}
+
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity, int where) {
+    if (barrier_passed(barrier, parity)) return;
+    Watchdog watchdog;
+    while (!barrier_passed(barrier, parity)) watchdog.tick(where);
+}
+
+// ---- memory of other SMs: relaxed loads and stores that never touch the L1 cache
+
+__device__ __forceinline__ uint4 load_words4(const u32* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ uint2 load_words2(const u32* p) {
+    uint2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 load_word(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u64 load_word64(const u64* p) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_word(u32* p, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_word64(u64* p, u64 v) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// ---- arithmetic
+
+__device__ __forceinline__ float from_half(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+__device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The same value, but unknown to the compiler: what is computed from it is not hoisted out of the layer loop, where it
+// would only be spilled.
+__device__ __forceinline__ int opaque(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int o = 16; o; o >>= 1) v += __shfl_xor_sync(ALL_LANES, v, o);
+    return v;
+}
+
+// A float as an integer of the same order (NaN apart), for integer reductions.
+__device__ __forceinline__ u32 ordered(float v) {
+    const u32 b = __float_as_uint(v);
+    return b ^ (u32(int(b) >> 31) | 0x80000000u);
+}
+
+__device__ __forceinline__ float from_ordered(u32 o) {
+    return __uint_as_float(o ^ ((o & 0x80000000u) ? 0x80000000u : 0xffffffffu));
+}
+
+__device__ __forceinline__ float warp_max(float v) { return from_ordered(__reduce_max_sync(ALL_LANES, ordered(v))); }
+
+// c [16 rows x 8 columns] += a [16 x 32] * b [32 x 8]. Lane (g, t) holds a: row g and row g + 8 of k = 4t .. 4t+3, then the
+// same of k + 16; b: column g of the same k; c: columns 2t, 2t + 1 of row g, then of row g + 8.
+__device__ __forceinline__ void mma_u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_s8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_bf16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3,
+                                         u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 16 bytes of shared memory where `wanted`, else zeros.
+__device__ __forceinline__ uint4 load_shared_if(u32 address, bool wanted) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "r"(address), "r"(u32(wanted))
+                 : "memory");
+    return v;
+}

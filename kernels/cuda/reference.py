@@ -1,0 +1,170 @@
+"""The decoder in plain float32 torch, and random models for it: what the megakernel is checked against.
+
+Nothing here is shared with the kernel: weights are dequantised, attention is written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.cuda.plan import KernelDims
+
+
+@dataclass(frozen=True)
+class RandomMatrix:
+    """A matrix in the packed format (engine/packed.py), as tensors."""
+
+    format: str
+    n: int
+    k: int
+    group: int
+    q: torch.Tensor
+    scale: torch.Tensor | None = None
+    minimum: torch.Tensor | None = None
+
+
+def random_matrix(n: int, k: int, kind: str, group: int, generator: torch.Generator, gain: float = 1.0) -> RandomMatrix:
+    """Weights of standard deviation gain / sqrt(k), in a format of plan.FORMAT_CODES."""
+    device, spread = generator.device, gain * k**-0.5
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    if kind == "bf16":
+        return RandomMatrix("bf16", n, k, 0, (normal(n, k) * spread).to(torch.bfloat16).view(torch.int16))
+    unit = 36.0 if kind == "int8" else 2.6  # standard deviation of the stored integers
+    scale = (spread / unit * (1 + 0.1 * normal(n, k // group))).to(torch.float16)
+    if kind == "int8":
+        return RandomMatrix("int8", n, k, group, (normal(n, k) * unit).round().clamp(-127, 127).to(torch.int8), scale)
+    q = (8 + normal(n, k) * unit).round().clamp(0, 15).to(torch.int32).reshape(n, k // 8, 8)
+    word = q[..., 0].clone()
+    for i in range(1, 8):
+        word |= q[..., i] << (4 * i)
+    minimum = None
+    if kind == "int4_asymmetric":
+        minimum = (scale.float() * (-8 + normal(n, k // group))).to(torch.float16)
+    return RandomMatrix("int4", n, k, group, word, scale, minimum)
+
+
+def dequantised(m: Any) -> torch.Tensor:
+    """float32 [n, k]."""
+    if m.format == "bf16":
+        return m.q.view(torch.bfloat16).float()
+    if m.format == "int8":
+        q = m.q.float()
+    else:
+        q = torch.stack([(m.q >> (4 * i)) & 15 for i in range(8)], -1).reshape(m.n, m.k).float()
+        if m.minimum is None:
+            q -= 8
+    w = q.reshape(m.n, -1, m.group) * m.scale.float()[..., None]
+    if m.minimum is not None:
+        w += m.minimum.float()[..., None]
+    return w.reshape(m.n, m.k)
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    dims: KernelDims
+    matrices: dict[str, RandomMatrix]
+    vectors: dict[str, Any]  # numpy float32
+    inverse_frequencies: Any  # numpy float32
+
+
+def random_model(
+    dims: KernelDims, kind: str, group: int, *, seed: int = 0, head: tuple[str, int] | None = None, theta: float = 1e4
+) -> RandomModel:
+    """A model whose layers are stored as `kind`, `group` and whose embedding (and head) as `head`, on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    d, head_format = dims, head or (kind, group)
+    queries, keys = d.heads * d.head_dim, d.kv_heads * d.head_dim
+    matrices: dict[str, RandomMatrix] = {}
+    vectors: dict[str, Any] = {}
+
+    def norm(n: int) -> Any:
+        return (1 + 0.2 * torch.randn(n, generator=generator, device="cuda")).cpu().numpy()
+
+    for i in range(d.layers):
+        for name, n, k in (
+            ("q", queries, d.hidden),
+            ("k", keys, d.hidden),
+            ("v", keys, d.hidden),
+            ("o", d.hidden, queries),
+            ("gate", d.intermediate, d.hidden),
+            ("up", d.intermediate, d.hidden),
+            ("down", d.hidden, d.intermediate),
+        ):
+            matrices[f"layers.{i}.{name}"] = random_matrix(n, k, kind, group, generator)
+        vectors[f"layers.{i}.attn_norm"], vectors[f"layers.{i}.mlp_norm"] = norm(d.hidden), norm(d.hidden)
+        if d.qk_norm:
+            vectors[f"layers.{i}.q_norm"], vectors[f"layers.{i}.k_norm"] = norm(d.head_dim), norm(d.head_dim)
+    vectors["final_norm"] = norm(d.hidden)
+    matrices["embed"] = random_matrix(d.vocab, d.hidden, *head_format, generator)
+    if not d.tied_head:
+        matrices["head"] = random_matrix(d.vocab, d.hidden, *head_format, generator)
+    frequencies = theta ** (-torch.arange(0, d.head_dim, 2, dtype=torch.float32) / d.head_dim)
+    return RandomModel(dims, matrices, vectors, frequencies.numpy())
+
+
+class Reference:
+    """The model, eager. `keys` and `values` are float32 [layers, kv_heads, capacity, head_dim] on the GPU."""
+
+    def __init__(
+        self, dims: KernelDims, matrices: Mapping[str, Any], vectors: Mapping[str, Any], frequencies: Any, capacity: int
+    ) -> None:
+        self.dims, self._matrices = dims, matrices
+        self._vectors = {name: torch.as_tensor(v, device="cuda") for name, v in vectors.items()}
+        self._frequencies = torch.as_tensor(frequencies, device="cuda")
+        shape = (dims.layers, dims.kv_heads, capacity, dims.head_dim)
+        self.keys, self.values = (torch.zeros(shape, device="cuda") for _ in range(2))
+
+    def _times(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ dequantised(self._matrices[name]).T
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self._vectors[name]
+
+    def step(self, tokens: Sequence[int], position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logits [M, vocab] and the residual stream entering every layer and the final norm."""
+        d, m = self.dims, len(tokens)
+        embed = self._matrices["embed"]
+        ids = torch.tensor(list(tokens), device="cuda")
+        parts = (None if a is None else a[ids] for a in (embed.scale, embed.minimum))
+        picked = RandomMatrix(embed.format, m, embed.k, embed.group, embed.q[ids], *parts)
+        x = dequantised(picked) * d.embedding_multiplier
+        where = torch.arange(position, position + m, device="cuda", dtype=torch.float32)
+        angle = where[:, None] * self._frequencies
+        cosine, sine = angle.double().cos().float(), angle.double().sin().float()
+
+        def rotated(v: torch.Tensor) -> torch.Tensor:  # [m, heads, head_dim]
+            a, b = v.chunk(2, -1)
+            c, s = cosine[:, None], sine[:, None]
+            return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+        entering = []
+        for i in range(d.layers):
+            entering.append(x)
+            n = f"layers.{i}."
+            h = self._norm(n + "attn_norm", x)
+            q, k, v = (self._times(n + p, h).reshape(m, -1, d.head_dim) for p in "qkv")
+            if d.qk_norm:
+                q, k = self._norm(n + "q_norm", q), self._norm(n + "k_norm", k)
+            q, k = rotated(q), rotated(k)
+            self.keys[i, :, position : position + m] = k.transpose(0, 1)
+            self.values[i, :, position : position + m] = v.transpose(0, 1)
+            keys = self.keys[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
+            values = self.values[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
+            score = torch.einsum("mhd,htd->hmt", q, keys) * d.attention_multiplier
+            visible = torch.arange(position + m, device="cuda") <= where[:, None]
+            score = score.masked_fill(~visible, float("-inf")).softmax(-1)
+            a = torch.einsum("hmt,htd->mhd", score, values).reshape(m, -1)
+            x = x + d.residual_multiplier * self._times(n + "o", a)
+            h = self._norm(n + "mlp_norm", x)
+            gated = torch.nn.functional.silu(self._times(n + "gate", h)) * self._times(n + "up", h)
+            x = x + d.residual_multiplier * self._times(n + "down", gated)
+        entering.append(x)
+        head = "embed" if d.tied_head else "head"
+        return self._times(head, self._norm("final_norm", x)) / d.logits_scaling, entering

@@ -1,0 +1,86 @@
+// The model's and the GPU's numbers: macros from plan.py, what follows from them, and the assumptions they must meet.
+#pragma once
+#include "primitives.cuh"
+
+constexpr int WARPS = CONSUMER_WARPS;
+constexpr int CONSUMERS = WARPS * 32;
+constexpr int THREADS = CONSUMERS + 32;  // and one warp that keeps the ring full
+constexpr int TILE_ROWS = 16;
+constexpr int GROUP_HEADS = HEADS / KV_HEADS;  // query heads that share a KV head
+constexpr int QKV_ROWS_TOTAL = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
+constexpr int TOKEN_TILES = (COLUMNS + 3) / 4;  // a tensor-core tile has 8 columns: high and low parts of 4 tokens
+constexpr int PART_UNIT = COLUMNS * TILE_ROWS + 8;  // floats of one unit's sums; 8 more spread 4 units over all banks
+
+enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
+
+// One matrix phase; the members are documented in plan.py.
+template <int FORMAT_, int K_, int ROWS_, int GROUP_, int X_GROUP_, int CHUNKS_, int PIECES_, int UNIT_BLOCKS_,
+          int UNITS_PER_STAGE_, int BATCH_, int MOST_TILES_, int INDEX_>
+struct Phase {
+    static constexpr int FORMAT = FORMAT_, K = K_, ROWS = ROWS_, GROUP = GROUP_, X_GROUP = X_GROUP_, CHUNKS = CHUNKS_;
+    static constexpr int PIECES = PIECES_, UNIT_BLOCKS = UNIT_BLOCKS_, UNITS_PER_STAGE = UNITS_PER_STAGE_;
+    static constexpr int BATCH = BATCH_, MOST_TILES = MOST_TILES_, INDEX = INDEX_;
+
+    static constexpr bool IS_INT4 = FORMAT == INT4 || FORMAT == INT4_ASYMMETRIC;
+    static constexpr int CHUNK_BLOCKS = K / 64 / CHUNKS;
+    static constexpr int UNITS = CHUNK_BLOCKS / UNIT_BLOCKS;  // of one tile in one chunk
+    static constexpr int BLOCK_BYTES = IS_INT4 ? 512 : FORMAT == INT8 ? 1024 : 2048;
+    static constexpr int VALUE_BYTES = UNIT_BLOCKS * BLOCK_BYTES;
+    static constexpr int UNIT_GROUPS = FORMAT == BF16 ? 0 : UNIT_BLOCKS * 64 / GROUP;
+    static constexpr int UNIT_BYTES = VALUE_BYTES + UNIT_GROUPS * 32 * (FORMAT == INT4_ASYMMETRIC ? 2 : 1);
+    static constexpr int TILE_BYTES = CHUNKS * UNITS * UNIT_BYTES;
+    static constexpr int STAGED_K = K / PIECES;  // channels of x in shared memory at a time
+    static constexpr int X_BLOCK = FORMAT == BF16 ? 128 : 64;  // bytes of 64 channels of one part of one token
+    static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 64;  // 64 more: two columns share no bank
+    static constexpr int X_GROUPS = STAGED_K / X_GROUP;
+    static constexpr int SUMS = STAGED_K / GROUP;
+
+    static_assert(K % (64 * CHUNKS) == 0 && CHUNK_BLOCKS % UNIT_BLOCKS == 0, "units must tile K");
+    static_assert(FORMAT == BF16 || UNIT_BLOCKS * 64 % GROUP == 0, "a unit holds whole groups");
+    static_assert(X_GROUP == 64 || X_GROUP == 128, "a warp stages one group of x at a time");
+    static_assert(!IS_INT4 || GROUP <= X_GROUP, "a sum over x must not cross two scales of x");
+    static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "scale groups");
+    static_assert(STAGED_K % X_GROUP == 0, "whole groups of x");
+    static_assert(WARPS % UNITS_PER_STAGE == 0, "a warp keeps its place within a stage");
+    static_assert(UNITS_PER_STAGE * UNIT_BYTES <= STAGE_BYTES && UNIT_BYTES % 16 == 0, "bulk copies of 16 bytes");
+    static_assert(2 * COLUMNS * X_STRIDE <= X_BYTES, "x fits its buffer");
+    static_assert(CHUNKS == 1 || BATCH == MOST_TILES, "chunked phases are reduced in one batch");
+    static_assert(PIECES == 1 || PIECES == CHUNKS, "x is staged whole, or chunk by chunk");
+    static_assert(BATCH * CHUNKS * UNITS * PART_UNIT * 4 * (BATCH < MOST_TILES ? 2 : 1) <= PART_BYTES, "sums fit");
+};
+
+#define FLINT_PHASE(NAME, INDEX)                                                                                    \
+    Phase<NAME##_FORMAT, NAME##_K, NAME##_ROWS, NAME##_GROUP, NAME##_X_GROUP, NAME##_CHUNKS, NAME##_PIECES,         \
+          NAME##_UNIT_BLOCKS, NAME##_UNITS_PER_STAGE, NAME##_BATCH, NAME##_MOST_TILES, INDEX>
+using Qkv = FLINT_PHASE(QKV, 0);
+using Out = FLINT_PHASE(O, 1);
+using GateUp = FLINT_PHASE(GATE_UP, 2);  // a tile: 8 rows of gate, then the same 8 of up
+using Down = FLINT_PHASE(DOWN, 3);
+using Head = FLINT_PHASE(HEAD, 4);
+constexpr int PHASES = 5;
+
+static_assert(HEAD_DIM % 64 == 0, "a lane owns whole 16-byte pieces of a key");
+static_assert(HEADS % KV_HEADS == 0, "grouped-query attention");
+
+// ---- attention
+
+constexpr int QUERY_ROWS = GROUP_HEADS * COLUMNS;  // row = column * GROUP_HEADS + head in group
+constexpr int QUERY_BLOCKS = (QUERY_ROWS + 7) / 8;
+constexpr int KEY_WARPS = WARPS / QUERY_BLOCKS;  // warps that share the keys of one block of queries
+constexpr int PARTIAL_ROWS = QUERY_ROWS < 8 ? QUERY_ROWS : 8;
+constexpr int KV_BYTES = 2 * 16 * HEAD_DIM * 2;  // keys and values of 16 positions
+static_assert(KV_PER_STAGE * KV_BYTES <= STAGE_BYTES, "KV blocks fit a stage");
+static_assert(KEY_WARPS >= 1 && EMPTY_ARRIVALS >= KV_PER_STAGE * QUERY_BLOCKS && EMPTY_ARRIVALS >= WARPS, "arrivals");
+static_assert(KV_HEADS * MAX_SPLITS <= SMS, "one SM per split");
+
+// ---- hop buffers: words in global memory, one writer each; offsets in words from the scratch buffer's start
+
+constexpr int HOP_HIDDEN = 0;                                  // [column][HIDDEN] entering a layer
+constexpr int HOP_MIDDLE = HOP_HIDDEN + COLUMNS * HIDDEN;      // [column][HIDDEN] after attention
+constexpr int HOP_QKV = HOP_MIDDLE + COLUMNS * HIDDEN;         // [column][QKV_ROWS]
+constexpr int HOP_GATED = HOP_QKV + COLUMNS * QKV_ROWS_TOTAL;  // [column][INTERMEDIATE]
+constexpr int HOP_ATTENTION = HOP_GATED + COLUMNS * INTERMEDIATE;                      // [column][head][split][dim]
+constexpr int HOP_WEIGHTS = HOP_ATTENTION + COLUMNS * HEADS * MAX_SPLITS * HEAD_DIM;   // [column][head][split][max, sum]
+constexpr int HOP_CANDIDATES = HOP_WEIGHTS + COLUMNS * HEADS * MAX_SPLITS * 2;         // [SM] of u64
+constexpr int HOP_TOKEN = HOP_CANDIDATES + 2 * SMS;                                    // u64
+static_assert(HOP_CANDIDATES % 2 == 0 && HOP_WEIGHTS % 2 == 0 && HOP_ATTENTION % 4 == 0, "aligned");
