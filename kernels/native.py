@@ -48,8 +48,14 @@ class Shape(ctypes.Structure):
     """Sizes and scalars of a model (kernels/cpu/model.h)."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context")),
-        *((name, c_float) for name in ("eps", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")),
+        *(
+            (name, c_int32)
+            for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "context")
+        ),
+        *(
+            (name, c_float)
+            for name in ("eps", "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+        ),
     )
 
 
@@ -173,4 +179,3 @@ def _declare(path: Path) -> ctypes.CDLL:
     if library.flint_abi() != ABI:
         raise LibraryMissing(f"{path.name} has another interface than this flint")
     return library
-

@@ -200,9 +200,7 @@ class CpuBackend:
             config.logits_scaling,
         )
         frequencies = np.ascontiguousarray(config.rope_inverse_frequencies(), np.float32)
-        handle = self._library.flint_model_new(
-            shape, frequencies.ctypes.data, isa.encode(), self.threads, weight_bytes
-        )
+        handle = self._library.flint_model_new(shape, frequencies.ctypes.data, isa.encode(), self.threads, weight_bytes)
         if not handle:
             raise DeviceOutOfMemory(
                 f"Out of memory: {weight_bytes / 1e9:.2f} GB of weights and a context of {self.context_size} tokens",

@@ -85,11 +85,13 @@ int flint_matmul(const char* isa_name, const PackedMatrix* matrix, const float* 
     if (!isa || rows < 1 || !plan_tiles(*matrix, &tiles)) return kErrorArgument;
     const size_t slots = static_cast<size_t>(tiles.blocks()) * rows;
     uint8_t* const tile = static_cast<uint8_t*>(malloc(tiles.tile_bytes()));
-    float* const floats = static_cast<float*>(malloc(sizeof(float) * (slots * (2 + kBlock) + rows * kTileRows)));
-    int8_t* const q = static_cast<int8_t*>(malloc(slots * kBlock));
+    float* const floats = static_cast<float*>(malloc(sizeof(float) * (slots * (2 + 2 * kBlock) + rows * kTileRows)));
+    int8_t* const q = static_cast<int8_t*>(malloc(slots * 2 * kBlock));
     if (tile && floats && q) {
-        Activations a{rows, q, floats, floats + slots, floats + 2 * slots};
-        float* const tile_out = floats + slots * (2 + kBlock);
+        float* const exact = floats + 2 * slots;
+        int16_t* const wide = reinterpret_cast<int16_t*>(exact + slots * kBlock);
+        Activations a{rows, q, floats, floats + slots, wide, exact};
+        float* const tile_out = exact + slots * 2 * kBlock;
         for (int row = 0; row < rows; ++row) {
             isa->quantize(x + static_cast<size_t>(row) * tiles.cols, nullptr, 0.0f, tiles.cols, &a, row);
         }

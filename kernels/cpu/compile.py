@@ -39,7 +39,15 @@ _ISA_FLAGS = {
     "x86_64": {"isa_avx2.cpp": _AVX2, "isa_avx512.cpp": _AVX512},
     "aarch64": {"isa_neon.cpp": ("-march=armv8.2-a+dotprod",)},
 }
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fvisibility=hidden")
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-threadsafe-statics",
+    "-fvisibility=hidden",
+)
 
 
 class NoCompiler(Exception):
@@ -76,7 +84,9 @@ def library_name() -> str:
     return f"libflint_cpu-{architecture()}-{source_digest()}.so"
 
 
-def compile_library(output: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = (), arch: str = "") -> None:
+def compile_library(
+    output: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = (), arch: str = ""
+) -> None:
     """Build the shared library as `output`, replacing it in one step.
 
     compiler: argument list (default: find_compiler()). flags: appended to every command, e.g. a sanitizer. arch: of the

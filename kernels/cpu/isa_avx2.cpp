@@ -16,6 +16,7 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kFewRows = 8;
 typedef __m256 Vec;
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 
 inline Vec half_to_float(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -27,7 +28,8 @@ inline void float_to_half(const Vec& v, uint16_t* p) {
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
-inline __m256i four_channels(const int8_t* x) {
+// Four bytes, or two 16-bit values, to all rows.
+inline __m256i broadcast(const int8_t* x) {
     int32_t bytes;
     memcpy(&bytes, x, 4);
     return _mm256_set1_epi32(bytes);
@@ -38,6 +40,7 @@ inline __m256i load_rows(const uint8_t* block, int j, int part) {
 }
 
 struct Int4 {
+    static constexpr bool kWide = false;
     struct Block {
         __m256i w[8];  // w[j]: channels 4 j .. 4 j + 3 of 8 rows, one byte each
     };
@@ -53,21 +56,28 @@ struct Int4 {
         return out;
     }
 
-    static inline Vec dot(const Block& block, const int8_t* x) {
-        __m256i a = _mm256_maddubs_epi16(block.w[0], four_channels(x));
-        __m256i b = _mm256_maddubs_epi16(block.w[1], four_channels(x + 4));
+    // The 16-bit sums of one digit: two per row.
+    static inline __m256i digit(const Block& block, const int8_t* x) {
+        __m256i a = _mm256_maddubs_epi16(block.w[0], broadcast(x));
+        __m256i b = _mm256_maddubs_epi16(block.w[1], broadcast(x + 4));
 #pragma GCC unroll 3
         for (int j = 2; j < 8; j += 2) {
-            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(block.w[j], four_channels(x + 4 * j)));
-            b = _mm256_add_epi16(b, _mm256_maddubs_epi16(block.w[j + 1], four_channels(x + 4 * j + 4)));
+            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(block.w[j], broadcast(x + 4 * j)));
+            b = _mm256_add_epi16(b, _mm256_maddubs_epi16(block.w[j + 1], broadcast(x + 4 * j + 4)));
         }
-        return _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1)));
+        return _mm256_add_epi16(a, b);
+    }
+
+    static inline IntVec dot(const Block& block, const int8_t* x) {
+        const __m256i coarse = _mm256_madd_epi16(digit(block, x), _mm256_set1_epi16(256));
+        const __m256i fine = _mm256_madd_epi16(digit(block, x + kBlock), _mm256_set1_epi16(1));
+        return reinterpret_cast<IntVec>(_mm256_add_epi32(coarse, fine));
     }
 };
 
-// The sign moves to the activation, which is never -128: |w| <= 128 and 2 * 128 * 127 = 32512 still fits 16 bits,
-// but only one pair sum does.
+// 16-bit products: both digits at once, and no 8-bit product sum that could saturate.
 struct Int8 {
+    static constexpr bool kWide = true;
     struct Block {
         __m256i w[8];
     };
@@ -78,16 +88,16 @@ struct Int8 {
         return out;
     }
 
-    static inline Vec dot(const Block& block, const int8_t* x) {
-        const __m256i ones = _mm256_set1_epi16(1);
-        __m256i total[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    static inline IntVec dot(const Block& block, const int8_t* x) {
+        __m256i even = _mm256_setzero_si256(), odd = _mm256_setzero_si256();
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
             const __m256i w = block.w[j];
-            const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(four_channels(x + 4 * j), w));
-            total[j % 2] = _mm256_add_epi32(total[j % 2], _mm256_madd_epi16(pairs, ones));
+            const __m256i channels02 = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), channels13 = _mm256_srai_epi16(w, 8);
+            even = _mm256_add_epi32(even, _mm256_madd_epi16(channels02, broadcast(x + 8 * j)));
+            odd = _mm256_add_epi32(odd, _mm256_madd_epi16(channels13, broadcast(x + 8 * j + 4)));
         }
-        return _mm256_cvtepi32_ps(_mm256_add_epi32(total[0], total[1]));
+        return reinterpret_cast<IntVec>(_mm256_add_epi32(even, odd));
     }
 };
 

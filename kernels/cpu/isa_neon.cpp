@@ -15,6 +15,7 @@ namespace {
 constexpr int kLanes = 4;
 constexpr int kFewRows = 8;
 typedef float32x4_t Vec;
+typedef int32x4_t IntVec;
 
 inline Vec half_to_float(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 
@@ -23,7 +24,7 @@ inline void float_to_half(const Vec& v, uint16_t* p) { vst1_u16(p, vreinterpret_
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // Eight groups of four channels against the 32 activations; the lane number must be a constant.
-inline Vec dot_block(const int8x16_t* w, const int8_t* x) {
+inline IntVec dot_block(const int8x16_t* w, const int8_t* x) {
     const int8x16_t first = vld1q_s8(x), second = vld1q_s8(x + 16);
     int32x4_t a = vdupq_n_s32(0), b = vdupq_n_s32(0);
     a = vdotq_laneq_s32(a, w[0], first, 0);
@@ -34,10 +35,11 @@ inline Vec dot_block(const int8x16_t* w, const int8_t* x) {
     b = vdotq_laneq_s32(b, w[5], second, 1);
     a = vdotq_laneq_s32(a, w[6], second, 2);
     b = vdotq_laneq_s32(b, w[7], second, 3);
-    return vcvtq_f32_s32(vaddq_s32(a, b));
+    return vaddq_s32(a, b);
 }
 
 struct Int4 {
+    static constexpr bool kWide = false;
     struct Block {
         int8x16_t w[8];  // w[j]: channels 4 j .. 4 j + 3 of 4 rows
     };
@@ -52,7 +54,9 @@ struct Int4 {
         return out;
     }
 
-    static inline Vec dot(const Block& block, const int8_t* x) { return dot_block(block.w, x); }
+    static inline IntVec dot(const Block& block, const int8_t* x) {
+        return vaddq_s32(vshlq_n_s32(dot_block(block.w, x), 8), dot_block(block.w, x + kBlock));
+    }
 };
 
 struct Int8 : Int4 {

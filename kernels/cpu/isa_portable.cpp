@@ -11,6 +11,7 @@ namespace {
 constexpr int kLanes = 4;
 constexpr int kFewRows = 0;  // unrolled scalar code compiles for a minute and gains nothing
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 
 inline Vec half_to_float(const uint16_t* p) { return Vec{from_half(p[0]), from_half(p[1]), from_half(p[2]), from_half(p[3])}; }
 
@@ -21,6 +22,7 @@ inline void float_to_half(const Vec& v, uint16_t* p) {
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 struct Int4 {
+    static constexpr bool kWide = false;
     struct Block {
         int8_t w[kBlock][kLanes];  // [channel][row]
     };
@@ -36,12 +38,12 @@ struct Int4 {
         return out;
     }
 
-    static inline Vec dot(const Block& block, const int8_t* x) {
+    static inline IntVec dot(const Block& block, const int8_t* x) {
         int32_t total[kLanes] = {};
         for (int k = 0; k < kBlock; ++k) {
-            for (int r = 0; r < kLanes; ++r) total[r] += block.w[k][r] * x[k];
+            for (int r = 0; r < kLanes; ++r) total[r] += block.w[k][r] * (256 * x[k] + x[kBlock + k]);
         }
-        return Vec{float(total[0]), float(total[1]), float(total[2]), float(total[3])};
+        return IntVec{total[0], total[1], total[2], total[3]};
     }
 };
 

@@ -24,9 +24,10 @@ Activations take_activations(Arena& arena, int max_columns, int rows) {
     const size_t slots = static_cast<size_t>((max_columns + kBlock - 1) / kBlock) * rows;
     Activations out;
     out.rows = rows;
-    out.q = take<int8_t>(arena, slots * kBlock);
+    out.q = take<int8_t>(arena, slots * 2 * kBlock);
     out.scale = take<float>(arena, slots);
     out.sum = take<float>(arena, slots);
+    out.wide = take<int16_t>(arena, slots * kBlock);
     out.exact = take<float>(arena, slots * kBlock);
     return out;
 }

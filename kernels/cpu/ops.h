@@ -5,12 +5,13 @@
 //
 //     kLanes                      floats per vector, a divisor of 16
 //     kFewRows                    tokens (at most 8) for which the accumulators are worth keeping in registers
-//     Vec                         GCC/Clang vector of kLanes floats
+//     Vec, IntVec                 GCC/Clang vectors of kLanes floats and 32-bit integers
 //     Vec half_to_float(const uint16_t*)              kLanes fp16 values
 //     void float_to_half(const Vec&, uint16_t*)
-//     struct Int4 / Int8 { struct Weights; static Weights load(const uint8_t* block, int part);
-//                          static Vec dot(const Weights&, const int8_t* x); }
-//         a block's rows [part * kLanes, ...): the exact integer sums over its 32 channels, as floats
+//     struct Int4 / Int8 { struct Block; static Block load(const uint8_t* block, int part);
+//                          static IntVec dot(const Block&, const int8_t* x); static constexpr bool kWide; }
+//         a block's rows [part * kLanes, ...): the sums over its 32 channels of weight times (256 coarse + fine); x are
+//         the two digits of Activations::q, or with kWide the 16-bit values of Activations::wide (64 bytes either way)
 //     void prefetch(const void*)
 //
 // Results do not depend on how many tokens are processed together: each (weight row, token) pair goes through the same
@@ -29,7 +30,6 @@ constexpr int kParts = kTileRows / kLanes;
 constexpr int kPrefetchBytes = 4096;  // ahead of the weight stream
 
 typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(kLanes * 4)));
 
 inline Vec load(const float* p) { return *reinterpret_cast<const VecUnaligned*>(p); }
@@ -87,14 +87,29 @@ inline Vec exponential(Vec v) {
 
 // ---------------------------------------------------------------------------------------------- matrix times tokens
 
-template <class Weights, Format kFormat>
+constexpr int kDigits = 2 * kBlock;  // bytes of q, or of wide, per block and token
+
+template <class Weights>
+inline const int8_t* digits(const Activations& x) {
+    return Weights::kWide ? reinterpret_cast<const int8_t*>(x.wide) : x.q;
+}
+
+template <Format kFormat>
 inline void load_header(const uint8_t* header, Vec* scale, Vec* minimum) {
     const uint16_t* half = reinterpret_cast<const uint16_t*>(header);
     for (int part = 0; part < kParts; ++part) {
-        scale[part] = half_to_float(half + part * kLanes);
+        scale[part] = half_to_float(half + part * kLanes) * (1.0f / 256);  // the digits' sums come 256-fold
         if (kFormat == kInt4Min) minimum[part] = half_to_float(half + kTileRows + part * kLanes);
-        if (kFormat == kInt4) minimum[part] = scale[part] * -8.0f;
+        if (kFormat == kInt4) minimum[part] = scale[part] * (-8.0f * 256);
     }
+}
+
+// total += a block's part of the product with one token.
+template <class Weights, Format kFormat>
+inline void accumulate(const typename Weights::Block& block, const int8_t* q, Vec scale, Vec minimum, float x_scale,
+                       float x_sum, Vec* total) {
+    *total += __builtin_convertvector(Weights::dot(block, q), Vec) * (scale * x_scale);
+    if (kFormat != kInt8) *total += minimum * x_sum;
 }
 
 template <int kBytes>
@@ -106,13 +121,13 @@ inline void prefetch_ahead(const uint8_t* p) {
 template <class Weights, Format kFormat, int kRows>
 void matmul_few(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
     Vec total[kRows][kParts] = {};
-    const int8_t* q = x.q;
+    const int8_t* q = digits<Weights>(x);
     const float* x_scale = x.scale;
     const float* x_sum = x.sum;
     const int groups = shape.groups();
     for (int g = 0; g < groups; ++g) {
         Vec scale[kParts], minimum[kParts];
-        load_header<Weights, kFormat>(p, scale, minimum);
+        load_header<kFormat>(p, scale, minimum);
         p += header_bytes(kFormat);
         for (int b = 0; b < shape.group_blocks; ++b) {
             prefetch_ahead<block_bytes(kFormat)>(p);
@@ -121,13 +136,12 @@ void matmul_few(const uint8_t* p, const Tiles& shape, const Activations& x, floa
                 const typename Weights::Block block = Weights::load(p, part);
 #pragma GCC unroll 8
                 for (int row = 0; row < kRows; ++row) {
-                    const Vec dot = Weights::dot(block, q + row * kBlock);
-                    total[row][part] += dot * (scale[part] * x_scale[row]);
-                    if (kFormat != kInt8) total[row][part] += minimum[part] * x_sum[row];
+                    accumulate<Weights, kFormat>(block, q + row * kDigits, scale[part], minimum[part], x_scale[row],
+                                                 x_sum[row], &total[row][part]);
                 }
             }
             p += block_bytes(kFormat);
-            q += kRows * kBlock;
+            q += kRows * kDigits;
             x_scale += kRows;
             x_sum += kRows;
         }
@@ -142,13 +156,13 @@ template <class Weights, Format kFormat>
 void matmul_many(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
     const int rows = x.rows;
     memset(out, 0, sizeof(float) * rows * kTileRows);
-    const int8_t* q = x.q;
+    const int8_t* q = digits<Weights>(x);
     const float* x_scale = x.scale;
     const float* x_sum = x.sum;
     const int groups = shape.groups();
     for (int g = 0; g < groups; ++g) {
         Vec scale[kParts], minimum[kParts];
-        load_header<Weights, kFormat>(p, scale, minimum);
+        load_header<kFormat>(p, scale, minimum);
         p += header_bytes(kFormat);
         for (int b = 0; b < shape.group_blocks; ++b) {
             prefetch_ahead<block_bytes(kFormat)>(p);
@@ -158,14 +172,13 @@ void matmul_many(const uint8_t* p, const Tiles& shape, const Activations& x, flo
                 float* total = out + part * kLanes;
                 for (int row = 0; row < rows; ++row, total += kTileRows) {
                     Vec sum_so_far = load(total);
-                    const Vec dot = Weights::dot(block, q + row * kBlock);
-                    sum_so_far += dot * (part_scale * x_scale[row]);
-                    if (kFormat != kInt8) sum_so_far += part_minimum * x_sum[row];
+                    accumulate<Weights, kFormat>(block, q + row * kDigits, part_scale, part_minimum, x_scale[row],
+                                                 x_sum[row], &sum_so_far);
                     store(total, sum_so_far);
                 }
             }
             p += block_bytes(kFormat);
-            q += rows * kBlock;
+            q += rows * kDigits;
             x_scale += rows;
             x_sum += rows;
         }
@@ -242,31 +255,37 @@ void rms_norm(float* x, const float* weight, float eps, int n) {
     for (int i = 0; i < n; ++i) x[i] = x[i] * factor * weight[i];
 }
 
-// One block of 32 values; returns through the row's slots of `out`.
+// One block of 32 values into its slot, both digits.
 inline void quantize_block(const float* x, Activations* out, size_t slot) {
-    Vec v[kBlock / kLanes];
-    Vec largest{};
-    for (int i = 0; i < kBlock / kLanes; ++i) {
+    constexpr int kSteps = kBlock / kLanes;
+    Vec v[kSteps];
+    Vec largest{}, total{};
+    for (int i = 0; i < kSteps; ++i) {
         v[i] = load(x + i * kLanes);
         largest = larger(largest, magnitude(v[i]));
     }
     const float amax = peak(largest);
     const float inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
     const float scale = amax / 127.0f;
-    int32_t rounded[kBlock];
-    IntVec total{};
-    for (int i = 0; i < kBlock / kLanes; ++i) {
+    int32_t coarse[kBlock], fine[kBlock];
+    for (int i = 0; i < kSteps; ++i) {
+        const Vec scaled = v[i] * inverse;
         IntVec bits;
-        round_even(v[i] * inverse, &bits);
-        memcpy(rounded + i * kLanes, &bits, sizeof bits);
-        total += bits;
+        const Vec whole = round_even(scaled, &bits);
+        memcpy(coarse + i * kLanes, &bits, sizeof bits);
+        const Vec rest = round_even(larger(smaller((scaled - whole) * 256.0f, splat(127.0f)), splat(-127.0f)), &bits);
+        memcpy(fine + i * kLanes, &bits, sizeof bits);
+        total += whole + rest * (1.0f / 256);
     }
-    int8_t* q = out->q + slot * kBlock;
-    for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int8_t>(rounded[i]);
-    int sum_q = 0;
-    for (int i = 0; i < kLanes; ++i) sum_q += total[i];
+    int8_t* q = out->q + slot * kDigits;
+    for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int8_t>(coarse[i]);
+    for (int i = 0; i < kBlock; ++i) q[kBlock + i] = static_cast<int8_t>(fine[i]);
+    if (out->wide) {
+        int16_t* wide = out->wide + slot * kBlock;
+        for (int i = 0; i < kBlock; ++i) wide[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)] = 256 * coarse[i] + fine[i];
+    }
     out->scale[slot] = scale;
-    out->sum[slot] = scale * static_cast<float>(sum_q);
+    out->sum[slot] = scale * sum(total);
     if (out->exact) memcpy(out->exact + slot * kBlock, x, kBlock * sizeof(float));
 }
 

@@ -31,13 +31,13 @@ class PhaseClock {
     int64_t last_ = 0;
 };
 
-inline bool needs_exact(const Tiles& a) { return a.format == kBf16; }
-
-// `storage` as the input of `rows` tokens.
-inline Activations input_for(const Activations& storage, int rows, bool exact) {
+// `storage` as the input of `rows` tokens to these matrices, in the forms that their formats need.
+template <class... Matrices>
+inline Activations input_of(const Activations& storage, int rows, const Matrices&... matrices) {
     Activations view = storage;
     view.rows = rows;
-    if (!exact) view.exact = nullptr;
+    if (!((matrices.format == kInt8) || ...)) view.wide = nullptr;
+    if (!((matrices.format == kBf16) || ...)) view.exact = nullptr;
     return view;
 }
 

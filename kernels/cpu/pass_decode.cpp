@@ -81,12 +81,8 @@ void decode_pass(const PassContext& pass, Member& member) {
     float* out = scratch.tile_out;
     PhaseClock clock(model, member);
 
-    const auto quantize_rows = [&](const float* from, size_t stride, int first, int count, const float* norm, int n,
-                                   bool exact) {
-        Activations x = input_for(scratch.x, count, exact);
-        for (int row = 0; row < count; ++row) {
-            model.isa->quantize(from + (first + row) * stride, norm, shape.eps, n, &x, row);
-        }
+    const auto quantize = [&](Activations x, const float* from, size_t stride, const float* norm, int n) {
+        for (int row = 0; row < x.rows; ++row) model.isa->quantize(from + row * stride, norm, shape.eps, n, &x, row);
         return x;
     };
 
@@ -94,8 +90,8 @@ void decode_pass(const PassContext& pass, Member& member) {
         const Layer& layer = model.layers[l];
         if (member.leads()) copy_features(pass, l);
 
-        Activations x = quantize_rows(model.x, shape.hidden, 0, rows, layer.attn_norm, shape.hidden,
-                                      needs_exact(layer.q) || needs_exact(layer.k) || needs_exact(layer.v));
+        Activations x = quantize(input_of(scratch.x, rows, layer.q, layer.k, layer.v), model.x, shape.hidden,
+                                 layer.attn_norm, shape.hidden);
         member.share(layer.q.tiles() + layer.k.tiles() + layer.v.tiles(),
                      [&](int tile) { qkv_tile(model, layer, tile, x, out); });
         clock.charge(kPhaseQkv);
@@ -105,19 +101,19 @@ void decode_pass(const PassContext& pass, Member& member) {
                      [&] { prefetch_share(layer.o, member); });
         clock.charge(kPhaseAttention);
 
-        x = quantize_rows(model.attended, model.q_size(), 0, rows, nullptr, model.q_size(), needs_exact(layer.o));
+        x = quantize(input_of(scratch.x, rows, layer.o), model.attended, model.q_size(), nullptr, model.q_size());
         member.share(layer.o.tiles(), [&](int tile) { residual_tile(model, layer.o, tile, x, out); },
                      [&] { prefetch_share(layer.gate, member); });
         clock.charge(kPhaseOut);
 
-        x = quantize_rows(model.x, shape.hidden, 0, rows, layer.mlp_norm, shape.hidden,
-                          needs_exact(layer.gate) || needs_exact(layer.up));
+        x = quantize(input_of(scratch.x, rows, layer.gate, layer.up), model.x, shape.hidden, layer.mlp_norm,
+                     shape.hidden);
         member.share(layer.gate.tiles(), [&](int tile) { gate_up_tile(model, layer, tile, x, out); },
                      [&] { prefetch_share(layer.down, member); });
         clock.charge(kPhaseGateUp);
 
-        x = quantize_rows(model.hidden, model.hidden_stride(), 0, rows, nullptr, shape.intermediate,
-                          needs_exact(layer.down));
+        x = quantize(input_of(scratch.x, rows, layer.down), model.hidden, model.hidden_stride(), nullptr,
+                     shape.intermediate);
         const Tiles& next = l + 1 < shape.layers ? model.layers[l + 1].q : model.head;
         member.share(layer.down.tiles(), [&](int tile) { residual_tile(model, layer.down, tile, x, out); },
                      [&] { prefetch_share(next, member); });
@@ -127,8 +123,9 @@ void decode_pass(const PassContext& pass, Member& member) {
 
     const int wanted = pass.request.logit_rows;
     if (wanted > 0) {
-        const Activations x = quantize_rows(model.x, shape.hidden, rows - wanted, wanted, model.final_norm,
-                                            shape.hidden, needs_exact(model.head));
+        const float* last_rows = model.x + static_cast<size_t>(rows - wanted) * shape.hidden;
+        const Activations x = quantize(input_of(scratch.x, wanted, model.head), last_rows, shape.hidden,
+                                       model.final_norm, shape.hidden);
         member.share(model.head.tiles(), [&](int tile) { head_tile(pass, tile, x, out); });
         clock.charge(kPhaseHead);
     }
