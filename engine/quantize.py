@@ -27,6 +27,7 @@ _ASYMMETRIC_ROUNDS = 2
 
 _CHUNK_WEIGHTS = 1 << 16  # 256 KiB of float32: small enough to stay in cache, large enough for numpy's overheads
 _FP16_MAX = 65504.0
+_FP16_TINY = 2.0**-25  # what rounds to 0: half of the smallest subnormal
 
 
 def quantize_int4(
@@ -146,7 +147,7 @@ def _symmetric(w: np.ndarray, weight: np.ndarray | None) -> tuple[np.ndarray, np
     """Groups float32 [group, b] -> codes uint8 [group, b] in 0..15, scale float16 [b]."""
     high, low = w.max(axis=0), w.min(axis=0)
     extreme = np.where(high >= -low, high, low)
-    first_step = np.divide(-1, extreme, out=np.zeros_like(extreme), where=extreme != 0)
+    first_step = -_reciprocal(extreme)
     weighted = w if weight is None else w * weight
     best = np.full_like(extreme, -1.0)
     scale = np.zeros_like(extreme)
@@ -222,9 +223,9 @@ def _square(q: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
 
 
 def _reciprocal(scale: np.ndarray) -> np.ndarray:
-    """1 / scale in float32, 0 where the scale is 0 (a group of zeros)."""
+    """1 / scale in float32, and 0 where the scale is, or as fp16 would be, 0."""
     scale = scale.astype(np.float32)
-    return np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    return np.divide(1, scale, out=np.zeros_like(scale), where=np.abs(scale) > _FP16_TINY)
 
 
 def _check(w: np.ndarray, group: int, name: str) -> tuple[int, int]:

@@ -123,7 +123,7 @@ def random_matrix(name: str, n: int, k: int, storage: Storage, rng: np.random.Ge
 
 def byte_tokenizer() -> dict[str, Any]:
     """A tokenizer.json with no merges: every byte of the text is a token."""
-    alphabet = _byte_level_alphabet()
+    alphabet = byte_level_alphabet()
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -139,7 +139,7 @@ def byte_tokenizer() -> dict[str, Any]:
     }
 
 
-def _byte_level_alphabet() -> list[str]:
+def byte_level_alphabet() -> list[str]:
     """GPT-2's printable character for each byte 0..255 (`bytes_to_unicode` of its encoder.py)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
