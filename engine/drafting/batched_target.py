@@ -65,23 +65,30 @@ class BatchedTarget:
         positions = torch.arange(ids.shape[1], device=self.device)
         return self._layers(ids, positions, None, features)
 
-    def decode(self, ids: Tensor, position: Tensor, cache: StaticCache) -> Tensor:
+    def decode(self, ids: Tensor, position: Tensor, cache: StaticCache, reach: int | None = None) -> Tensor:
         """One token for each sequence. ids int64 [B], position int64 [1] (shared) -> residual stream [B, hidden].
 
-        Attends to the whole cache under a mask, so that shapes never change and a CUDA graph can replay it.
+        Attends to the cache's first `reach` positions (default: all) under a mask, so that shapes do not change with
+        the position and a CUDA graph can replay it.
         """
-        hidden, _ = self._layers(ids[:, None], position, cache, ())
+        hidden, _ = self._layers(ids[:, None], position, cache, (), reach)
         return hidden[:, 0]
 
     def _layers(
-        self, ids: Tensor, positions: Tensor, cache: StaticCache | None, features: Sequence[int]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: StaticCache | None,
+        features: Sequence[int],
+        reach: int | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         config, weights = self.config, self.weights
         angles = positions[:, None].float() * self._inverse
         cos, sin = angles.cos(), angles.sin()
-        mask = None
+        beyond = None
         if cache is not None:
-            mask = (torch.arange(cache.length, device=self.device) <= positions)[None, None, None, :]
+            reach = reach or cache.length
+            beyond = torch.arange(reach, device=self.device) > positions
         x = self.embed(ids)
         taken: dict[int, Tensor] = {}
         for layer in range(config.num_layers):
@@ -97,12 +104,13 @@ class BatchedTarget:
                 q = rms_norm(q, weights[prefix + "q_norm"], config.rms_norm_eps)
                 k = rms_norm(k, weights[prefix + "k_norm"], config.rms_norm_eps)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            if cache is not None:
-                k = cache.keys[layer].index_copy_(2, positions, k)
-                v = cache.values[layer].index_copy_(2, positions, v)
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=config.attention_multiplier, enable_gqa=True
-            )
+            scale = config.attention_multiplier
+            if cache is None or beyond is None:
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+            else:
+                k = cache.keys[layer].index_copy_(2, positions, k)[:, :, :reach]
+                v = cache.values[layer].index_copy_(2, positions, v)[:, :, :reach]
+                attended = _attend(q, k, v, beyond, scale)
             x = x + config.residual_multiplier * F.linear(attended.transpose(1, 2).flatten(2), weights[prefix + "o"])
             normed = rms_norm(x, weights[prefix + "mlp_norm"], config.rms_norm_eps)
             gated = F.silu(F.linear(normed, weights[prefix + "gate"])) * F.linear(normed, weights[prefix + "up"])
@@ -110,3 +118,12 @@ class BatchedTarget:
         if config.num_layers in features:
             taken[config.num_layers] = x
         return x, [taken[layer] for layer in features]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, beyond: Tensor, scale: float) -> Tensor:
+    """One query a sequence, [B, heads, 1, d], over k, v [B, kv_heads, reach, d] except where `beyond` [reach]. Reads
+    every key once: torch's masked attention would first copy them for each of the heads that share them."""
+    grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
+    scores = (grouped @ k.transpose(-1, -2)).float() * scale
+    weights = scores.masked_fill(beyond, -torch.inf).softmax(-1).to(v.dtype)
+    return (weights @ v).view_as(q)

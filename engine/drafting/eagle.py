@@ -100,7 +100,8 @@ class EagleDrafter:
             self._grow(row + 1)
             q, k, v = self.head.project(self._embedded([token]), hidden, torch.tensor([row]))
             self._keys[:, row : row + 1], self._values[:, row : row + 1] = k[0], v[0]
-            hidden = self.head.finish(hidden, q, self._keys[None, :, : row + 1], self._values[None, :, : row + 1], None)
+            keys, values = self._keys[None, :, : row + 1], self._values[None, :, : row + 1]
+            hidden = self.head.finish(hidden, F.scaled_dot_product_attention(q, keys, values, enable_gqa=True))
             logits = self.head.logits(hidden)[0, 0].numpy()
             if rng is None:
                 token = int(d2t[int(logits.argmax())])

@@ -87,9 +87,8 @@ class EagleHead(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
-    def finish(self, hidden: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention over k, v, and the MLP, added to hidden [B, T, hidden]. mask: bool [T, keys], None attends all."""
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the block: hidden [B, T, hidden] plus the attention's output [B, heads, T, d] and the MLP."""
         hidden = hidden + self.o(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(hidden)
         return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -120,8 +119,24 @@ class EagleHead(nn.Module):
             q, k, v = self.project(embedded[:, 1 + depth_index :], hidden, index[:rows] + depth_index)
             keys = [old[:, :, :rows] for old in keys] + [k]
             values = [old[:, :, :rows] for old in values] + [v]
-            diagonal = index[:rows, None] == index[None, :rows]
-            causal = index[:rows, None] >= index[None, :rows]
-            mask = torch.cat([causal] + [diagonal] * depth_index, dim=1)
-            hidden = self.finish(hidden, q, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)
+            hidden = self.finish(hidden, chain_attention(q, keys, values))
             yield hidden
+
+
+def chain_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of q [B, heads, T, d] over keys[0], causally, and over each further key at its own index only.
+
+    keys, values: [B, kv_heads, T, d] each. Query heads that share a key head are consecutive. The further keys cost a
+    dot product a row, where a mask over all of them would cost a matrix each.
+    """
+    rows = q.shape[2]
+    grouped = q.unflatten(1, (keys[0].shape[1], -1)) * q.shape[-1] ** -0.5  # [B, kv_heads, group, T, d]
+    scores = grouped @ keys[0].unsqueeze(2).transpose(-1, -2)
+    hidden_from = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(hidden_from, -torch.inf)
+    own = [(grouped * k.unsqueeze(2)).sum(-1, keepdim=True) for k in keys[1:]]
+    weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
+    mixed = weights[..., :rows] @ values[0].unsqueeze(2)
+    for i, v in enumerate(values[1:]):
+        mixed = mixed + weights[..., rows + i : rows + i + 1] * v.unsqueeze(2)
+    return mixed.flatten(1, 2)

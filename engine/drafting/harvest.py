@@ -21,6 +21,7 @@ from engine.drafting.batched_target import BatchedTarget, StaticCache
 from engine.errors import UsageError
 
 USER, REPLY = 0, 1
+REACH_STEP = 128  # positions
 
 
 @dataclass(frozen=True)
@@ -100,23 +101,29 @@ class Harvester:
         self._ids = torch.zeros(options.batch, dtype=torch.long, device=device)
         self._position = torch.zeros(1, dtype=torch.long, device=device)
         self._cache = StaticCache(target.config, options.batch, options.length, device, target.dtype)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor | None = None
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def _step(self) -> Tensor:
-        """Logits [batch, vocab] of the tokens in `_ids` at `_position`; replayed as a CUDA graph where there is one."""
+    def _step(self, position: int) -> Tensor:
+        """Logits [batch, vocab] of the tokens in `_ids` at `position`; on a GPU replayed from a CUDA graph, one for
+        every REACH_STEP positions, so that early tokens do not read the whole cache."""
+        self._position.fill_(position)
+        reach = min(-(-(position + 1) // REACH_STEP) * REACH_STEP, self.options.length)
+
+        def forward() -> Tensor:
+            return self.target.logits(self.target.decode(self._ids, self._position, self._cache, reach))
+
         if self.target.device.type != "cuda":
-            return self.target.logits(self.target.decode(self._ids, self._position, self._cache))
-        if self._graph is None:
-            for _ in range(2):  # lazily created handles must exist before the capture
-                self.target.logits(self.target.decode(self._ids, self._position, self._cache))
+            return forward()
+        if reach not in self._graphs:
+            forward()  # handles that are created lazily must exist before the capture
             torch.cuda.synchronize()
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._logits = self.target.logits(self.target.decode(self._ids, self._position, self._cache))
-        self._graph.replay()
-        assert self._logits is not None
-        return self._logits
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = forward()
+            self._graphs[reach] = graph, logits
+        graph, logits = self._graphs[reach]
+        graph.replay()
+        return logits
 
     @torch.inference_mode()
     def batch(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,8 +157,7 @@ class Harvester:
             script = torch.where(ended, torch.where(role == USER, 0, 1), script)
             role = torch.where(ended, 1 - role, role)
             self._ids.copy_(token)
-            self._position.fill_(position)
-            sampled = self._choose(self._step(), greedy & (role == REPLY), role, generator)
+            sampled = self._choose(self._step(position), greedy & (role == REPLY), role, generator)
         return tokens.to(torch.int32).cpu().numpy().view(np.uint32), replies.cpu().numpy()
 
     def _forced_sequences(self, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
