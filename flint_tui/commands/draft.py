@@ -120,9 +120,10 @@ def _target(packed, device: str | None):
 
 
 def _asset(name: str) -> Path:
-    from importlib.resources import files
+    import assets
 
-    return Path(str(files("assets") / name))
+    assert assets.__file__ is not None
+    return Path(assets.__file__).parent / name
 
 
 def _progress(label: str):
