@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from flint_tui.commands import models, pack
+from flint_tui.commands import chat, draft, models, pack
 
 app = typer.Typer(
     name="flint",
@@ -43,6 +43,8 @@ def flint(
     """Options before any command."""
 
 
+chat.register(app)
+draft.register(app)
 pack.register(app)
 models.register(app)
 
