@@ -100,9 +100,8 @@ def train(
 
 
 def _open(model: str | None):
-    from engine.loading import open_model
-
     from engine.chat_template import ChatTemplate
+    from engine.loading import open_model
     from engine.tokenizer import Tokenizer
 
     packed = open_model(model)
