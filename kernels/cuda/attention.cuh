@@ -141,9 +141,10 @@ struct Gathered {
     }
 };
 
-// valid: how many of the block's positions row g may see (16: all).
+// visible: how many of the block's positions row g may see; written: how many hold anything (both 16 unless MASKED).
 template <bool MASKED>
-__device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* queries, int valid, int lane) {
+__device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* queries, int visible, int written,
+                                       int lane) {
     const int t = lane % 4;
     constexpr int LOADS = HEAD_DIM / 32;  // 16-byte pieces of one lane's share of a key
     float score[4];                       // positions 2t, 2t + 1, 2t + 8, 2t + 9
@@ -164,7 +165,7 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
     if constexpr (MASKED) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (i / 2 * 8 + 2 * t + i % 2 >= valid) score[i] = NOTHING;
+            if (i / 2 * 8 + 2 * t + i % 2 >= visible) score[i] = NOTHING;
     }
     float largest = fmaxf(fmaxf(score[0], score[1]), fmaxf(score[2], score[3]));
     largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
@@ -176,10 +177,11 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
     float weight[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) weight[i] = MASKED && score[i] == NOTHING ? 0.0f : exp2_fast(score[i] - largest);
+    a.sum = a.sum * shrink + ((weight[0] + weight[1]) + (weight[2] + weight[3]));
+    // Weights too are high + low: rounding them to bf16 alone would cost as much precision as the cache does.
     const u32 p0 = to_bf16x2(weight[0], weight[1]), p1 = to_bf16x2(weight[2], weight[3]);
-    // The sum is of the rounded weights, those that multiply the values.
-    a.sum = a.sum * shrink + ((from_bf16(p0 & 0xffff) + __uint_as_float(p0 & 0xffff0000)) +
-                              (from_bf16(p1 & 0xffff) + __uint_as_float(p1 & 0xffff0000)));
+    const u32 r0 = to_bf16x2(weight[0] - from_bf16(p0 & 0xffff), weight[1] - __uint_as_float(p0 & 0xffff0000));
+    const u32 r1 = to_bf16x2(weight[2] - from_bf16(p1 & 0xffff), weight[3] - __uint_as_float(p1 & 0xffff0000));
     const u8* const values = block + KV_BLOCK * HEAD_DIM * 2;
     // Rows 8 .. 15 of the tile are empty; four spare pairs of accumulators keep the products independent.
     float spare[4][2] = {};
@@ -187,7 +189,7 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
     for (int i = 0; i < HEAD_DIM / 16; i++) {
         uint4 v = *reinterpret_cast<const uint4*>(values + i * 512 + lane * 16);
         if constexpr (MASKED) {  // what lies beyond the last position may be anything, NaN included
-            const int last = valid - 2 * t;
+            const int last = written - 2 * t;
             const u32 low = last >= 2 ? 0xffffffffu : last == 1 ? 0xffffu : 0u;
             const u32 high = last >= 10 ? 0xffffffffu : last == 9 ? 0xffffu : 0u;
             v.x &= low, v.z &= low, v.y &= high, v.w &= high;
@@ -198,6 +200,7 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
             o[0] *= shrink, o[1] *= shrink;
             float(&z)[2] = spare[(i * 2 + e) % 4];
             mma_bf16(o[0], o[1], z[0], z[1], p0, 0u, p1, 0u, e ? v.z : v.x, e ? v.w : v.y);
+            mma_bf16(o[0], o[1], z[0], z[1], r0, 0u, r1, 0u, e ? v.z : v.x, e ? v.w : v.y);
         }
     }
 }
@@ -228,13 +231,13 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
             const u8* const block = c.slots + at.slot * STAGE_BYTES + b % KV_PER_STAGE * KV_BYTES;
             const int valid = position - (share.first + b) * KV_BLOCK;
             if (valid >= KV_BLOCK)
-                attend<false>(gathered, block, queries, KV_BLOCK, c.lane);
+                attend<false>(gathered, block, queries, KV_BLOCK, KV_BLOCK, c.lane);
             else
-                attend<true>(gathered, block, queries, valid, c.lane);
+                attend<true>(gathered, block, queries, valid, valid, c.lane);
             release(c.s.ring, at.slot);
         }
         if (share.tail && key_warp == share.blocks % KEY_WARPS)
-            attend<true>(gathered, arena.tail, queries, min(row / GROUP_HEADS, COLUMNS - 1) + 1, c.lane);
+            attend<true>(gathered, arena.tail, queries, min(row / GROUP_HEADS, COLUMNS - 1) + 1, COLUMNS, c.lane);
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 1);
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 2);
         const int g = c.lane / 4, t = c.lane % 4;

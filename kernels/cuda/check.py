@@ -18,7 +18,7 @@ from typing import Any
 from kernels.cuda.kv_layout import pack_keys, pack_values
 from kernels.cuda.plan import KernelDims
 
-LOGIT_TOLERANCE = 3e-3  # relative; bf16 keys and values alone give about 1e-3
+LOGIT_TOLERANCE = 3e-3  # relative, against float32 with a bf16 cache; the cache's own rounding is shown beside it
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,12 @@ def run_case(name: str, case: Case, cache: Path) -> dict[str, Any]:
     d = case.dims
     model = random_model(d, case.kind, case.group, head=case.head, seed=len(name))
     kernel = Megakernel(d, model.matrices, model.vectors, model.inverse_frequencies, case.context, cubin_cache=cache)
-    truth = Reference(d, model.matrices, model.vectors, model.inverse_frequencies, case.context + 16)
+    truth = Reference(model, case.context + 16)
+    exact = Reference(model, case.context + 16, cache_dtype=torch.float32)
     kernel.kv_cache.fill_(float("nan"))  # whatever is read before it is written shows
     generator = torch.Generator().manual_seed(1)
     errors: dict[str, float] = {}
+    rounding = [0.0]
 
     def tokens(m: int) -> list[int]:
         return torch.randint(0, d.vocab, (m,), generator=generator).tolist()
@@ -94,6 +96,8 @@ def run_case(name: str, case: Case, cache: Path) -> dict[str, Any]:
         logits, features = kernel.step(ids, position, features=(0, d.layers))
         expected, entering = truth.step(ids, position)
         errors[label] = max(errors.get(label, 0.0), error(logits, expected))
+        if position < 64:
+            rounding[0] = max(rounding[0], error(logits, exact.step(ids, position)[0]))
         errors["features"] = max(
             errors.get("features", 0.0),
             error(features[0], entering[0]),
@@ -125,7 +129,14 @@ def run_case(name: str, case: Case, cache: Path) -> dict[str, Any]:
     worst = max(errors.values())
     registers = {c: (r.registers, r.spills) for c in (1, 8) for r in [kernel.report(c)[0]]}
     kernel.close()
-    return {"name": name, "worst": worst, "ok": worst < LOGIT_TOLERANCE, "errors": errors, "registers": registers}
+    return {
+        "name": name,
+        "worst": worst,
+        "ok": worst < LOGIT_TOLERANCE,
+        "errors": errors,
+        "float32 cache": rounding[0],
+        "registers": registers,
+    }
 
 
 def main() -> int:
@@ -141,7 +152,10 @@ def main() -> int:
         result = run_case(name, CASES[name], cache)
         results.append(result)
         used = result["worst"] / LOGIT_TOLERANCE
-        print(f"{name:22s} {'ok' if result['ok'] else 'FAIL':4s} worst {result['worst']:.2e} ({used:.0%} of tolerance)")
+        print(
+            f"{name:20s} {'ok' if result['ok'] else 'FAIL':4s} worst {result['worst']:.2e} ({used:.0%} of tolerance); "
+            f"{result['float32 cache']:.1e} against a float32 cache; registers, spills {result['registers']}"
+        )
         if not result["ok"]:
             print("   ", {k: f"{v:.1e}" for k, v in result["errors"].items()})
         sys.stdout.flush()

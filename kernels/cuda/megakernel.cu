@@ -16,11 +16,14 @@
 // Streams this SM's tiles of one phase; returns where the next phase's begin.
 template <class P>
 __device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTiles& tiles, const u8* source) {
-    const int units = tiles.count[P::INDEX] * P::UNITS;
-    for (int chunk = 0; chunk < P::CHUNKS; chunk++) {
-        producer.stream<P::UNITS_PER_STAGE, P::UNIT_BYTES>(source, units, 1);
-        source += size_t(units) * P::UNIT_BYTES;
-    }
+    // Chunks and batches begin a new stage, as they do for the readers.
+    constexpr int AT_ONCE = P::BATCH < P::MOST_TILES ? P::BATCH : P::MOST_TILES;
+    for (int chunk = 0; chunk < P::CHUNKS; chunk++)
+        for (int left = tiles.count[P::INDEX]; left > 0; left -= AT_ONCE) {
+            const int units = min(left, AT_ONCE) * P::UNITS;
+            producer.stream<P::UNITS_PER_STAGE, P::UNIT_BYTES>(source, units, 1);
+            source += size_t(units) * P::UNIT_BYTES;
+        }
     return source;
 }
 

@@ -17,6 +17,7 @@ from kernels.cuda import plan as planning
 from kernels.cuda.driver import CudaError, Driver, Kernel, MappedMemory, Module
 from kernels.cuda.kv_layout import cache_shape
 from kernels.cuda.plan import PHASES, KernelDims, Plan, StoredMatrix, Unsupported
+from kernels.cuda.tiles import TiledWeights
 
 if TYPE_CHECKING:
     import torch
@@ -239,6 +240,16 @@ class Megakernel:
         total["head"] = rows("head", d.vocab)
         total["embed"] = int(sum(_nbytes(a) for a in self._embed if a is not None)) // d.vocab
         return total
+
+    @property
+    def tiled_weights(self) -> TiledWeights:
+        """The weights as the kernel streams them, for other kernels to read."""
+        return TiledWeights(self._weights, self.phases, self.split, self.dims.layers)
+
+    @property
+    def embedding(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Values, scales and minima of the embedding, as packed, on the device."""
+        return self._embed
 
     def step(
         self, tokens: Sequence[int], position: int, *, all_logits: bool = True, features: Sequence[int] = ()

@@ -291,6 +291,9 @@ def make_plan(
     for name, phase in phases.items():
         per_tile = phase.chunks * phase.units * part_unit * 4
         batch[name] = most[name] if most[name] * per_tile <= budget else max(1, budget // 2 // per_tile)
+        whole = phase.units_per_stage // math.gcd(phase.units_per_stage, phase.units)  # tiles that fill whole stages
+        if whole < batch[name] < most[name]:
+            batch[name] -= batch[name] % whole
         if name == "down":
             batch[name] = most[name]  # the residual's owner reduces all its rows at once
     part = max(

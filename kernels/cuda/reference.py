@@ -5,7 +5,7 @@ Nothing here is shared with the kernel: weights are dequantised, attention is wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +112,10 @@ def random_model(
 class Reference:
     """The model, eager. `keys` and `values` are float32 [layers, kv_heads, capacity, head_dim] on the GPU."""
 
-    def __init__(
-        self, dims: KernelDims, matrices: Mapping[str, Any], vectors: Mapping[str, Any], frequencies: Any, capacity: int
-    ) -> None:
-        self.dims, self._matrices = dims, matrices
+    def __init__(self, model: RandomModel, capacity: int, *, cache_dtype: torch.dtype = torch.bfloat16) -> None:
+        """cache_dtype: what keys and values are rounded to (bf16 is the kernel's cache; float32 rounds nothing)."""
+        dims, vectors, frequencies = model.dims, model.vectors, model.inverse_frequencies
+        self.dims, self._matrices, self._cache_dtype = dims, model.matrices, cache_dtype
         self._vectors = {name: torch.as_tensor(v, device="cuda") for name, v in vectors.items()}
         self._frequencies = torch.as_tensor(frequencies, device="cuda")
         shape = (dims.layers, dims.kv_heads, capacity, dims.head_dim)
@@ -153,8 +153,8 @@ class Reference:
             if d.qk_norm:
                 q, k = self._norm(n + "q_norm", q), self._norm(n + "k_norm", k)
             q, k = rotated(q), rotated(k)
-            self.keys[i, :, position : position + m] = k.transpose(0, 1)
-            self.values[i, :, position : position + m] = v.transpose(0, 1)
+            self.keys[i, :, position : position + m] = k.transpose(0, 1).to(self._cache_dtype).float()
+            self.values[i, :, position : position + m] = v.transpose(0, 1).to(self._cache_dtype).float()
             keys = self.keys[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
             values = self.values[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
             score = torch.einsum("mhd,htd->hmt", q, keys) * d.attention_multiplier
