@@ -101,9 +101,17 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
+    @classmethod
+    def build(cls, where: str, **values: Any) -> ModelConfig:
+        """The constructor for values that were read from `where`, which its errors then name."""
+        try:
+            return cls(**values)
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+
     def __post_init__(self) -> None:
         if self.family not in get_args(Family):
-            raise CheckpointError(f"model config: family: {self.family!r} is not one of {', '.join(get_args(Family))}")
+            raise CheckpointError(f"family: {self.family!r} is not one of {', '.join(get_args(Family))}")
         for name, limit in _LIMITS.items():
             if not 1 <= getattr(self, name) <= limit:
                 _refuse(name, f"{getattr(self, name)} is not between 1 and {limit}")
@@ -182,8 +190,9 @@ class ModelConfig:
     def from_json(cls, value: Mapping[str, Any], where: str = "model config") -> ModelConfig:
         """Read what `to_json` wrote. Raises CheckpointError naming the missing, unknown or mistyped key."""
         record = Record(dict(value) if isinstance(value, Mapping) else value, where)
-        config = cls(
-            family=record.text("family"),  # type: ignore[arg-type]  # checked by __post_init__
+        config = cls.build(
+            where,
+            family=record.text("family"),
             hidden_size=record.integer("hidden_size"),
             num_layers=record.integer("num_layers"),
             num_heads=record.integer("num_heads"),
@@ -209,7 +218,7 @@ class ModelConfig:
 
 
 def _refuse(name: str, problem: str) -> None:
-    raise CheckpointError(f"model config: {name}: {problem}")
+    raise CheckpointError(f"{name}: {problem}")
 
 
 def _check_scaling(scaling: Llama3RopeScaling | RopeDivisors | None, head_dim: int) -> None:

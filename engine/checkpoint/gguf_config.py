@@ -45,7 +45,8 @@ def config_from_gguf(
     _refuse_what_is_not_decoded(keys, context, head_dim)
     tokens = metadata.get("tokenizer.ggml.tokens", [])
     granite = family == "granite"
-    return ModelConfig(
+    return ModelConfig.build(
+        where,
         family=family,
         hidden_size=hidden,
         num_layers=keys.integer("block_count"),

@@ -49,7 +49,8 @@ def config_from_hf(
     theta, scaling = _rope(keys)
     granite = family == "granite"
     ends = [*keys.tokens("eos_token_id"), *_Keys(generation or {}, "generation_config.json").tokens("eos_token_id")]
-    return ModelConfig(
+    return ModelConfig.build(
+        where,
         family=family,
         hidden_size=hidden,
         num_layers=keys.integer("num_hidden_layers"),
