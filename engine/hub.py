@@ -8,6 +8,7 @@ starts from zero after an interruption and does not compare digests. Its cache n
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -37,7 +38,7 @@ TEXT_FILES = (
 )
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+SHARD = re.compile(r"model-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files that packing needs, at one commit."""
+    """The files that packing needs, at one commit of a branch or tag (`revision`)."""
 
     repo: str
+    revision: str
     commit: str
     licence: str
     files: tuple[RemoteFile, ...]
@@ -68,10 +70,11 @@ def list_files(source: HubSource) -> Listing:
 
     Raises FetchError, or UnsupportedModel for a repository without safetensors weights.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     try:
-        info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True)
+        timeout = constants.HF_HUB_ETAG_TIMEOUT  # without it a silent network would hang for minutes
+        info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True, timeout=timeout)
     except Exception as error:
         cached = _cached_listing(source) if _is_network_error(error) else None
         if cached is not None:
@@ -83,7 +86,8 @@ def list_files(source: HubSource) -> Listing:
         if sibling.size is not None and digest:
             present[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, digest)
     licence = printable(str((info.card_data or {}).get("license") or ""))[:60]
-    return Listing(source.repo, info.sha or source.revision, licence, _needed(source.repo, present))
+    commit = info.sha or source.revision
+    return Listing(source.repo, source.revision, commit, licence, _needed(source.repo, present))
 
 
 def missing_bytes(listing: Listing) -> int:
@@ -99,7 +103,7 @@ def download(listing: Listing, report: Report = silent, cancel: threading.Event 
     from huggingface_hub import hf_hub_download
 
     meter = _Meter(listing.size, report, cancel)
-    snapshot: Path | None = None
+    folders = set()
     for file in listing.files:
         _ensure(listing, file, meter)
         try:
@@ -108,10 +112,10 @@ def download(listing: Listing, report: Report = silent, cancel: threading.Event 
             raise _explain(error, listing.repo) from error
         if path.resolve().name != file.digest and _digest(path, file) != file.digest:
             raise _wrong_digest(listing.repo, file)
-        if file.name == "config.json":
-            snapshot = path.parent
-    if snapshot is None:
-        raise FetchError(f"{listing.repo} has no config.json", "it is not a model that flint can read")
+        folders.add(path.parent)
+    with contextlib.suppress(Exception):  # asking by branch notes in the cache which commit it is, for offline use
+        hf_hub_download(listing.repo, listing.files[0].name, revision=listing.revision)
+    (snapshot,) = folders
     return snapshot
 
 
@@ -153,11 +157,10 @@ def _cached_listing(source: HubSource) -> Listing | None:
         files = _needed(source.repo, present)
     except UnsupportedModel:
         return None
-    shards = {name for file in files if (match := SHARD.fullmatch(file.name)) for name in [match.group()]}
-    expected = {int(name.split("-of-")[1][:5]) for name in shards}
-    if expected and expected != {len(shards)}:
-        return None
-    return Listing(source.repo, snapshot.name, "", files)
+    shards = [match for file in files if (match := SHARD.fullmatch(file.name))]
+    if any(int(match["count"]) != len(shards) for match in shards):
+        return None  # some were never downloaded
+    return Listing(source.repo, source.revision, snapshot.name, "", files)
 
 
 class _Meter:

@@ -51,10 +51,13 @@ class FakeHub:
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._closed = False
         self._servers = [self._start(content_network=False), self._start(content_network=True)]
         self.endpoint, self.content_endpoint = (f"http://127.0.0.1:{s.server_address[1]}" for s in self._servers)
 
     def close(self) -> None:
+        """Stop listening and answering, on connections that clients keep open too."""
+        self._closed = True
         for server in self._servers:
             server.shutdown()
             server.server_close()
@@ -91,6 +94,9 @@ class FakeHub:
         return server
 
     def _answer(self, handler: BaseHTTPRequestHandler, content_network: bool) -> None:
+        if self._closed:
+            handler.close_connection = True
+            return
         path = unquote(urlsplit(handler.path).path)
         authorization = handler.headers.get("Authorization")
         self.requests.append(

@@ -36,6 +36,8 @@ def test_every_entry_is_complete() -> None:
 SHAPES = {
     "smollm2-135m-instruct": (576, 30, 9, 3, 64, 1536, 49152, 1, False),
     "granite-4.1-3b": (2560, 40, 40, 8, 64, 8192, 100352, 1, False),
+    "granite-4.1-8b": (4096, 40, 32, 8, 128, 12800, 100352, 1, False),
+    "granite-3.3-2b-instruct": (2048, 40, 32, 8, 64, 8192, 49159, 1, False),
     "llama-3.2-1b-instruct": (2048, 16, 32, 8, 64, 8192, 128256, 1, False),
     "llama-3.2-3b-instruct": (3072, 28, 24, 8, 128, 8192, 128256, 1, False),
     "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, 151936, 1, True),

@@ -209,14 +209,24 @@ def test_a_model_already_in_the_cache_needs_no_network(fake: FakeHub, monkeypatc
 
     snapshot = fetch()
     fake.close()
-    # The reference main -> commit is written when a file is asked for by branch, as other tools do.
-    (snapshot.parent.parent / "refs").mkdir(exist_ok=True)
-    (snapshot.parent.parent / "refs" / "main").write_text(COMMIT)
     assert fetch() == snapshot
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert fetch() == snapshot
     with pytest.raises(FetchError, match="HF_HUB_OFFLINE is set"):
         hub.list_files(HubSource("someone/Other"))
+
+
+def test_an_incomplete_model_in_the_cache_is_not_used_offline(fake: FakeHub) -> None:
+    fake.repos[REPO] = {
+        "config.json": b"{}",
+        "model.safetensors.index.json": b"{}",
+        **{f"model-0000{i}-of-00002.safetensors": b"x" * i for i in (1, 2)},
+    }
+    snapshot = fetch()
+    (snapshot / "model-00002-of-00002.safetensors").unlink()
+    fake.close()
+    with pytest.raises(FetchError, match="No connection"):
+        fetch()
 
 
 def test_all_shards_of_the_index_are_taken(fake: FakeHub) -> None:
