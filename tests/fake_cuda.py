@@ -1,4 +1,4 @@
-"""A libcuda without a GPU: answers the driver's questions as told, fails on demand, and can run prefill.cu on the CPU.
+"""A libcuda without a GPU: answers as told, fails on demand, and can run plain kernels on the CPU.
 
 `FakeLibcuda` stands where kernels.cuda.driver.Driver expects the loaded library. `emulator()` compiles the kernels for
 the CPU (tests/kernels/cuda_on_cpu) once per run, with g++.
@@ -105,8 +105,9 @@ class FakeLibcuda:
         out._obj.value = self.blocks_per_sm
         return SUCCESS
 
-    def _cuLaunchKernel(self, kernel: Any, x: int, y: int, z: int, threads: int, *rest: Any) -> int:
-        parameters = rest[4]  # block y, block z, shared, stream, parameters, extra
+    def _cuLaunchKernel(self, kernel: Any, *rest: Any) -> int:
+        x, y, z, threads = (size.value for size in rest[:4])
+        parameters = rest[8]  # after block y, block z, shared memory, stream
         return self.launch(self._kernels[kernel.value - 1], (x, y, z), threads, parameters) if self.launch else SUCCESS
 
     def _cuLaunchCooperativeKernel(self, *arguments: Any) -> int:
@@ -115,14 +116,14 @@ class FakeLibcuda:
 
 @functools.cache
 def emulator() -> Launch | None:
-    """Launches prefill.cu's kernels on the CPU; None where there is no g++."""
+    """Launches the kernels of cuda_on_cpu/kernels.cpp on the CPU; None where there is no g++."""
     compiler = shutil.which("g++")
     if compiler is None:
         return None
     here = Path(__file__).parent / "kernels" / "cuda_on_cpu"
-    built = Path(tempfile.mkdtemp(prefix="flint-cuda-on-cpu-")) / "prefill.so"
+    built = Path(tempfile.mkdtemp(prefix="flint-cuda-on-cpu-")) / "kernels.so"
     flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{here}"]
-    subprocess.run([compiler, *flags, str(here / "prefill.cpp"), "-o", str(built)], check=True)
+    subprocess.run([compiler, *flags, str(here / "kernels.cpp"), "-o", str(built)], check=True)
     library = ctypes.CDLL(str(built))
 
     def launch(name: str, grid: tuple[int, int, int], threads: int, parameters: Any) -> int:

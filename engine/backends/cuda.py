@@ -21,6 +21,7 @@ from engine.paths import cache_dir
 from engine.sampling import Sampling
 from kernels.build import CompileError
 from kernels.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, Gpu, GpuUnavailable, NotResident
+from kernels.cuda.plan import KernelDims
 
 if TYPE_CHECKING:
     from kernels.cuda.megakernel import Megakernel, TokenRing
@@ -332,19 +333,9 @@ class _CudaStream:
 # --- opening ------------------------------------------------------------------------------------------------------
 
 
-def _open(
-    model: PackedModel, gpu: Gpu, driver: Driver, context_size: int, progress: Callable[[str], None] | None
-) -> tuple[Megakernel, Prefill]:
-    import numpy as np
-    import torch
-
-    from kernels.build import architecture, compile_cubin
-    from kernels.cuda import prefill
-    from kernels.cuda.driver import Module
-    from kernels.cuda.megakernel import KernelDims, Megakernel
-
-    config, cache = model.config, cache_dir() / "kernels"
-    dims = KernelDims(
+def kernel_dims(config: ModelConfig) -> KernelDims:
+    """What the kernels need to know of a model."""
+    return KernelDims(
         hidden=config.hidden_size,
         layers=config.num_layers,
         heads=config.num_heads,
@@ -360,8 +351,23 @@ def _open(
         residual_multiplier=config.residual_multiplier,
         logits_scaling=config.logits_scaling,
     )
+
+
+def _open(
+    model: PackedModel, gpu: Gpu, driver: Driver, context_size: int, progress: Callable[[str], None] | None
+) -> tuple[Megakernel, Prefill]:
+    import numpy as np
+    import torch
+
+    from kernels.build import architecture, compile_cubin
+    from kernels.cuda.driver import Module
+    from kernels.cuda.megakernel import Megakernel
+    from kernels.cuda.plan import format_of
+    from kernels.cuda.prefill import SOURCE, EmbeddingTable, Prefill
+
+    config, cache, dims = model.config, cache_dir() / "kernels", kernel_dims(model.config)
     matrices = {name: model.matrix(name) for name in model.matrix_names()}
-    vectors = {name: model.vector(name) for name in model.names() if name not in matrices}
+    vectors = {name: np.array(model.vector(name)) for name in model.names() if name not in matrices}
     frequencies = config.rope_inverse_frequencies()
     try:
         megakernel = Megakernel(
@@ -375,21 +381,19 @@ def _open(
             progress=progress,
         )
         cubin = compile_cubin(
-            prefill.SOURCE,
+            SOURCE,
             arch=architecture(gpu.capability),
             cache=cache,
             driver_version=gpu.driver_version,
             progress=progress,
         )
-        device = torch.device("cuda", 0)
-        return megakernel, prefill.Prefill(
-            config,
-            {
-                name: prefill.DeviceMatrix.upload(m.q, m.scale, m.minimum, group=m.group, device=device)
-                for name, m in matrices.items()
-            },
-            {name: torch.from_numpy(np.array(vector)).to(device) for name, vector in vectors.items()},
-            torch.from_numpy(frequencies).to(device),
+        embed = matrices["embed"]
+        return megakernel, Prefill(
+            dims,
+            megakernel.tiled_weights,
+            EmbeddingTable(format_of(embed), embed.group, *megakernel.embedding),
+            {name: torch.from_numpy(vector).cuda() for name, vector in vectors.items()},
+            torch.from_numpy(frequencies).cuda(),
             Module(driver, cubin.code),
         )
     except ValueError as error:
@@ -397,10 +401,11 @@ def _open(
 
 
 def _fixed_bytes(model: PackedModel) -> int:
-    """Device memory that does not depend on the context: weights, twice where both kernels keep their own copy."""
+    """Device memory that does not depend on the context: tiled weights, the embedding as packed, the workspace."""
     from kernels.cuda.prefill import workspace_bytes
 
-    return 2 * model.nbytes + workspace_bytes(model.config, context=0) + _RESERVE_BYTES
+    embedding = model.matrix("embed").nbytes if model.config.tie_word_embeddings else 0  # else it is not tiled
+    return model.nbytes + embedding + workspace_bytes(kernel_dims(model.config), context=0) + _RESERVE_BYTES
 
 
 def _position_bytes(config: ModelConfig) -> int:

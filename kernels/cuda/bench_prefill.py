@@ -18,35 +18,52 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.build import architecture, compile_cubin
-from kernels.cuda.driver import Driver, Module
-from kernels.cuda.kv_layout import cache_shape
-from kernels.cuda.prefill import CHUNK, SOURCE, DeviceMatrix, Prefill
+from kernels.cuda.driver import BoundLaunch, Driver, Module
+from kernels.cuda.megakernel import Megakernel
+from kernels.cuda.plan import KernelDims
+from kernels.cuda.prefill import CHUNK, SOURCE, EmbeddingTable, Prefill
 
 GROUP = 128
+GRANITE_3B = KernelDims(
+    hidden=2560,
+    layers=40,
+    heads=40,
+    kv_heads=8,
+    head_dim=64,
+    intermediate=8192,
+    vocab=100352,
+    rms_norm_eps=1e-5,
+    qk_norm=False,
+    tied_head=True,
+    embedding_multiplier=12.0,
+    attention_multiplier=1 / 64,
+    residual_multiplier=0.22,
+    logits_scaling=10.0,
+)
 
 
 @dataclass(frozen=True)
-class Granite3B:
-    """The Granite-4.1-3B shape (kernels.cuda.prefill.Shape)."""
+class RandomMatrix:
+    """int4, symmetric, random codes on the device; standard deviation k^-0.5."""
 
-    hidden_size: int = 2560
-    num_layers: int = 40
-    num_heads: int = 40
-    num_kv_heads: int = 8
-    head_dim: int = 64
-    intermediate_size: int = 8192
-    vocab_size: int = 100352
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
-    qk_norm: bool = False
-    embedding_multiplier: float = 12.0
-    attention_multiplier: float = 1 / 64
-    residual_multiplier: float = 0.22
-    logits_scaling: float = 10.0
+    n: int
+    k: int
+    q: Tensor
+    scale: Tensor
+    format: str = "int4"
+    group: int = GROUP
+    minimum: None = None
+
+    @classmethod
+    def draw(cls, n: int, k: int) -> RandomMatrix:
+        q = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device="cuda")
+        scale = (torch.rand(n, k // GROUP, device="cuda") + 0.5) * (k**-0.5 * 12**0.5 / 16)
+        return cls(n, k, q, scale.half())
 
 
 class TimedPrefill(Prefill):
@@ -62,12 +79,12 @@ class TimedPrefill(Prefill):
         self.marks.append((name, begin, end))
         return result
 
-    def _launch(self, name: str, grid: int | tuple[int, int, int], *arguments: object) -> None:
-        self._timed(name, lambda: super(TimedPrefill, self)._launch(name, grid, *arguments))
+    def _enqueue(self, launch: BoundLaunch) -> None:
+        self._timed(launch.kernel.name, lambda: super(TimedPrefill, self)._enqueue(launch))
 
-    def _matmul(self, x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        name = f"product {weights.shape[0]} x {weights.shape[1]}"
-        return self._timed(name, lambda: super(TimedPrefill, self)._matmul(x, weights, dtype))
+    def _matmul(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
+        name = f"product {weights.shape[1]} x {weights.shape[0]}"
+        self._timed(name, lambda: super(TimedPrefill, self)._matmul(x, weights, out))
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return self._timed("attention", lambda: super(TimedPrefill, self)._attend(q, keys, values))
@@ -80,31 +97,31 @@ class TimedPrefill(Prefill):
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def random_matrix(n: int, k: int) -> DeviceMatrix:
-    """int4, symmetric, random codes; standard deviation k^-0.5."""
-    q = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int32, device="cuda")
-    step = k**-0.5 * 12**0.5 / 16
-    scale = ((torch.rand(n, k // GROUP, device="cuda") + 0.5) * step).half()
-    return DeviceMatrix(n, k, 4, GROUP, q, scale, None)
-
-
-def build(shape: Granite3B, kind: type[Prefill], module: Module, matrices: dict[str, DeviceMatrix]) -> Prefill:
-    ones = torch.ones(shape.hidden_size, device="cuda")
-    vectors = {f"layers.{i}.{norm}": ones for i in range(shape.num_layers) for norm in ("attn_norm", "mlp_norm")}
-    half = shape.head_dim // 2
-    frequencies = 1e7 ** -(torch.arange(half, device="cuda", dtype=torch.float32) / half)
-    return kind(shape, matrices, vectors | {"final_norm": ones}, frequencies, module)
-
-
-def matrices_of(shape: Granite3B) -> dict[str, DeviceMatrix]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+def open_megakernel(dims: KernelDims, context: int) -> Megakernel:
+    """Random weights, tiled; nothing is compiled but the re-tiling."""
+    hidden, inner = dims.hidden, dims.intermediate
+    q, kv = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     sizes = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q)}
     sizes |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    found = {
-        f"layers.{i}.{name}": random_matrix(*size) for i in range(shape.num_layers) for name, size in sizes.items()
+    matrices = {
+        f"layers.{i}.{name}": RandomMatrix.draw(*size) for i in range(dims.layers) for name, size in sizes.items()
     }
-    return found | {"embed": random_matrix(shape.vocab_size, hidden)}
+    matrices["embed"] = RandomMatrix.draw(dims.vocab, hidden)
+    ones = np.ones(hidden, dtype=np.float32)
+    vectors = {f"layers.{i}.{norm}": ones for i in range(dims.layers) for norm in ("attn_norm", "mlp_norm")}
+    half = dims.head_dim // 2
+    frequencies = (1e7 ** -(np.arange(half) / half)).astype(np.float32)
+    return Megakernel(dims, matrices, vectors | {"final_norm": ones}, frequencies, context)
+
+
+def over(megakernel: Megakernel, kind: type[Prefill], module: Module) -> Prefill:
+    dims = megakernel.dims
+    ones = torch.ones(dims.hidden, device="cuda")
+    vectors = {f"layers.{i}.{norm}": ones for i in range(dims.layers) for norm in ("attn_norm", "mlp_norm")}
+    half = dims.head_dim // 2
+    frequencies = 1e7 ** -(torch.arange(half, device="cuda", dtype=torch.float32) / half)
+    table = EmbeddingTable("int4", GROUP, *megakernel.embedding)
+    return kind(dims, megakernel.tiled_weights, table, vectors | {"final_norm": ones}, frequencies, module)
 
 
 def feed(prefill: Prefill, tokens: list[int], cache: Tensor, chunk: int) -> Tensor:
@@ -118,17 +135,53 @@ def feed(prefill: Prefill, tokens: list[int], cache: Tensor, chunk: int) -> Tens
     return logits.cpu()
 
 
-def flop(shape: Granite3B, tokens: int) -> tuple[float, float]:
+def flop(dims: KernelDims, tokens: int) -> tuple[float, float]:
     """Of the layers' products and of causal attention; the head counts for one row and is left out."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    weights = shape.hidden_size * (2 * q + 2 * kv + 3 * shape.intermediate_size) * shape.num_layers
-    return 2.0 * weights * tokens, 4.0 * q * shape.num_layers * tokens * (tokens + 1) / 2
+    q = dims.heads * dims.head_dim
+    weights = dims.hidden * (dims.qkv_rows + q + 3 * dims.intermediate) * dims.layers
+    return 2.0 * weights * tokens, 4.0 * q * dims.layers * tokens * (tokens + 1) / 2
+
+
+def time_attention(dims: KernelDims, queries: int, keys: int) -> None:
+    """Flash attention as the prefill calls it, beside cuDNN's on the same operands: TFLOP/s over the visible keys."""
+    half = {"dtype": torch.float16, "device": "cuda"}
+    q = torch.randn(1, dims.heads, queries, dims.head_dim, **half)
+    k, v = torch.randn(2, 1, dims.kv_heads, keys, dims.head_dim, **half)
+    causal = queries == keys
+    work = 4.0 * dims.heads * dims.head_dim * queries * (keys - (queries - 1) / 2 if causal else keys)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    outputs = []
+    for name, call in {
+        "flash": lambda: flash(q, k, v, 0.0, causal, False, scale=dims.attention_multiplier),
+        "cudnn": lambda: cudnn(q, k, v, None, True, 0.0, causal, False, scale=dims.attention_multiplier),
+    }.items():
+        try:
+            outputs.append(call())
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(10):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            seconds = begin.elapsed_time(end) / 10 / 1e3
+            shapes = [tuple(t.shape) for t in outputs[-1][:2]]
+            print(f"  {name} {queries} x {keys}: {seconds * 1e6:.0f} us, {work / seconds / 1e12:.0f} TFLOP/s, {shapes}")
+        except RuntimeError as error:
+            print(f"  {name} {queries} x {keys}: {str(error).splitlines()[0]}")
+    if len(outputs) == 2:
+        apart = [
+            (a.float().flatten() - b.float().flatten()).norm() / a.float().norm()
+            for a, b in zip(*outputs, strict=False)
+        ][:2]
+        print(f"  apart: output {apart[0]:.1e}, logsumexp {apart[1]:.1e}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, nargs="+", default=[16, 32, 64, 128, 1024, 16384])
     parser.add_argument("--chunk", type=int, nargs="+", default=[CHUNK])
+    parser.add_argument("--attention", action="store_true", help="also time flash attention beside cuDNN's")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
@@ -136,16 +189,17 @@ def main() -> None:
     driver = Driver()
     gpu = driver.gpu()
     cubin = compile_cubin(SOURCE, arch=architecture(gpu.capability))
-    module, shape = Module(driver, cubin.code), Granite3B()
+    module, dims = Module(driver, cubin.code), GRANITE_3B
     print(f"{gpu.name}, driver {gpu.driver_version}, torch {torch.__version__}, compiled in {cubin.seconds:.1f} s")
-    matrices = matrices_of(shape)
-    plain = build(shape, Prefill, module, matrices)
-    timed = build(shape, TimedPrefill, module, matrices)
-    assert isinstance(timed, TimedPrefill)
+    if options.attention:
+        for queries, keys in ((1024, 1024), (2048, 2048), (2048, 8192), (2048, 14336)):
+            time_attention(dims, queries, keys)
     longest = max(options.prompts)
-    layout = cache_shape(shape.num_layers, shape.num_kv_heads, longest, shape.head_dim)
-    cache = torch.zeros(layout, dtype=torch.bfloat16, device="cuda")
-    ids = torch.randint(0, shape.vocab_size, (longest,)).tolist()
+    megakernel = open_megakernel(dims, longest)
+    cache = megakernel.kv_cache
+    plain, timed = (over(megakernel, kind, module) for kind in (Prefill, TimedPrefill))
+    assert isinstance(timed, TimedPrefill)
+    ids = torch.randint(0, dims.vocab, (longest,)).tolist()
     figures = []
     for count in options.prompts:
         for chunk in options.chunk if count > min(options.chunk) else options.chunk[:1]:
@@ -159,7 +213,7 @@ def main() -> None:
             timed.marks = []
             feed(timed, tokens, cache, chunk)
             parts = timed.milliseconds()
-            products, attention = flop(shape, count)
+            products, attention = flop(dims, count)
             median = statistics.median(seconds)
             rate = (products + attention) / median / 1e12
             print(

@@ -102,28 +102,28 @@ class Driver:
     """libcuda, loaded and initialised. `library` stands in for it in tests."""
 
     def __init__(self, library: Any = None) -> None:
-        self._library = library if library is not None else _load_library()
+        self.library = library if library is not None else _load_library()
         if library is None:
             for name, arguments in _SIGNATURES.items():
-                getattr(self._library, name).argtypes = arguments
+                getattr(self.library, name).argtypes = arguments
         self._context: c_void_p | None = None
         self._thread = threading.local()
-        code = self._library.cuInit(0)
+        code = self.library.cuInit(0)
         if code == NO_DEVICE:
             raise GpuUnavailable("the NVIDIA driver sees no GPU", "use --backend cpu")
         if code:
-            name = self._error_name(code)
+            name = self.error_name(code)
             raise GpuUnavailable(f"the NVIDIA driver does not start: {name}", "try nvidia-smi, or use --backend cpu")
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a driver function; raises CudaError unless it returns CUDA_SUCCESS."""
-        code = getattr(self._library, name)(*arguments)
+        code = getattr(self.library, name)(*arguments)
         if code:
-            raise CudaError(name, code, self._error_name(code))
+            raise CudaError(name, code, self.error_name(code))
 
     def query(self, name: str, *arguments: Any) -> int:
         """Call a driver function and return its CUresult (for cuStreamQuery: 600 is not ready)."""
-        return getattr(self._library, name)(*arguments)
+        return getattr(self.library, name)(*arguments)
 
     def gpu(self) -> Gpu:
         """Device 0, checked: raises GpuUnavailable where the driver or the GPU is too old."""
@@ -193,9 +193,9 @@ class Driver:
         self.use_device()
         self.call("cuCtxSynchronize")
 
-    def _error_name(self, code: int) -> str:
+    def error_name(self, code: int) -> str:
         text = c_char_p()
-        self._library.cuGetErrorName(code, byref(text))
+        self.library.cuGetErrorName(code, byref(text))
         return text.value.decode() if text.value else "unknown error"
 
 
@@ -228,6 +228,10 @@ class Module:
         self._driver, self._handle = driver, c_void_p()
         driver.call("cuModuleLoadData", byref(self._handle), code)
 
+    def use_device(self) -> None:
+        """`Driver.use_device`, for whoever enqueues bound launches."""
+        self._driver.use_device()
+
     def kernel(self, name: str) -> Kernel:
         """The kernel of that (extern "C") name."""
         function = c_void_p()
@@ -240,19 +244,19 @@ class Kernel:
     """A kernel ready to launch."""
 
     def __init__(self, driver: Driver, function: c_void_p, name: str, module: Module) -> None:
-        self._driver, self._function, self.name = driver, function, name
+        self.driver, self.function, self.name = driver, function, name
         self._module = module  # keeps the code alive
 
     def allow_shared(self, nbytes: int) -> None:
         """Allow dynamic shared memory above 48 KB, up to Gpu.shared_per_block less the kernel's static part."""
-        self._driver.use_device()
-        self._driver.call("cuFuncSetAttribute", self._function, _FUNCTION_MAX_DYNAMIC_SHARED, nbytes)
+        self.driver.use_device()
+        self.driver.call("cuFuncSetAttribute", self.function, _FUNCTION_MAX_DYNAMIC_SHARED, nbytes)
 
     def blocks_per_sm(self, threads: int, shared: int = 0) -> int:
         """How many blocks of that size can be resident on one SM; 0 when none fits."""
         blocks = c_int()
-        self._driver.use_device()
-        self._driver.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(blocks), self._function, threads, shared)
+        self.driver.use_device()
+        self.driver.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(blocks), self.function, threads, shared)
         return blocks.value
 
     def launch(
@@ -271,15 +275,10 @@ class Kernel:
         Structure of exactly the parameter's type (a float has no one size, so it is refused). cooperative: all blocks
         run at once or none does; raises NotResident.
         """
-        self._driver.use_device()
-        values = [_argument(a) for a in arguments]
-        parameters = (c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
-        shape = (*_three(grid), *_three(block), shared, stream or None)
-        if not cooperative:
-            self._driver.call("cuLaunchKernel", self._function, *shape, parameters, None)
-            return
+        self.driver.use_device()
+        bound = self.bind(grid, block, arguments, shared=shared, cooperative=cooperative)
         try:
-            self._driver.call("cuLaunchCooperativeKernel", self._function, *shape, parameters)
+            bound.launch(stream)
         except CudaError as error:
             if error.code != COOPERATIVE_LAUNCH_TOO_LARGE:
                 raise
@@ -289,6 +288,38 @@ class Kernel:
                 f"{blocks} blocks of {threads} threads and {shared} bytes of shared memory cannot be resident at once "
                 f"({fitting} fit a multiprocessor)"
             ) from error
+
+    def bind(
+        self,
+        grid: int | tuple[int, int, int],
+        block: int | tuple[int, int, int],
+        arguments: Sequence[Any],
+        *,
+        shared: int = 0,
+        cooperative: bool = False,
+    ) -> BoundLaunch:
+        """A launch prepared once and enqueued many times; arguments as `launch` takes them."""
+        return BoundLaunch(self, (*_three(grid), *_three(block), shared), arguments, cooperative)
+
+
+class BoundLaunch:
+    """A kernel with its shape and arguments. `values` are the arguments as ctypes objects: change one's `.value`, or a
+    Structure's fields, and the next launch uses it. Tensors are held as bare pointers: keep them alive."""
+
+    def __init__(self, kernel: Kernel, shape: tuple[int, ...], arguments: Sequence[Any], cooperative: bool) -> None:
+        self.kernel = kernel
+        self.values = [_argument(a) for a in arguments]
+        self._name = "cuLaunchCooperativeKernel" if cooperative else "cuLaunchKernel"
+        self._call = getattr(kernel.driver.library, self._name)
+        self._head = (kernel.function, *(c_uint(size) for size in shape))
+        parameters = (c_void_p * len(self.values))(*[ctypes.addressof(v) for v in self.values])
+        self._tail = (parameters,) if cooperative else (parameters, None)
+
+    def launch(self, stream: int) -> None:
+        """Enqueue; the calling thread must have the context (Driver.use_device)."""
+        code = self._call(*self._head, stream or None, *self._tail)
+        if code:
+            raise CudaError(self._name, code, self.kernel.driver.error_name(code))
 
 
 def _argument(value: Any) -> Any:

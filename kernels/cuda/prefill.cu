@@ -18,10 +18,6 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int GATED_EXPONENT = 14;  // a row of the gated activation is scaled to a largest magnitude in [2^13, 2^14)
 
-struct __align__(16) Half8 {
-    __half2 pair[4];
-};
-
 struct __align__(16) Bf16x8 {
     __nv_bfloat16 element[8];
 };
@@ -47,38 +43,33 @@ __device__ __forceinline__ float over_block(float value, float* partial) {
     return OVER_WARP(lane < WARPS ? partial[lane] : 0.0f);
 }
 
-__device__ __forceinline__ Half8 to_half8(const float (&value)[8]) {
-    Half8 out;
-    for (int i = 0; i < 4; i++) out.pair[i] = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
-    return out;
-}
-
-// out [n, k] fp16 = the dequantised rows first_row .. first_row + n of `matrix`. One warp takes 1024 weights of a row:
-// four independent loads a lane, and stores of 512 consecutive bytes a warp. Grid (ceil(n / 8), ceil(k / 1024)).
-extern "C" __global__ void __launch_bounds__(THREADS) dequantise(Matrix matrix, int first_row, int n, __half* out) {
-    const int row = blockIdx.x * WARPS + threadIdx.x / 32;
-    if (row >= n) return;
-    const int items = matrix.k / 8, first = blockIdx.y * 128 + threadIdx.x % 32;
-    Packed8 packed[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (first + 32 * i < items) packed[i] = load8(matrix, first_row + row, first + 32 * i);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (first + 32 * i < items) {
-            float value[8];
-            unpack8(matrix, packed[i], value);
-            reinterpret_cast<Half8*>(out + size_t(row) * matrix.k)[first + 32 * i] = to_half8(value);
-        }
+// out [rows, k] fp16 = the dequantised rows of tiles first_tile .. first_tile + count - 1 of `layer`, one warp a unit.
+// Grid ceil(count * units of a tile / 8).
+extern "C" __global__ void __launch_bounds__(THREADS)
+    dequantise(const __grid_constant__ Tiles tiles, int layer, int first_tile, int count, int rows, __half* out) {
+    const int item = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int units = tiles.k / 64 / tiles.unit_blocks;
+    if (item >= count * units) return;
+    const int tile = first_tile + item / units, unit = item % units;
+    switch (tiles.format) {
+        case WEIGHT_INT4:
+            return dequantise_unit<WEIGHT_INT4>(tiles, layer, tile, unit, first_tile, rows, out, lane);
+        case WEIGHT_INT4_ASYMMETRIC:
+            return dequantise_unit<WEIGHT_INT4_ASYMMETRIC>(tiles, layer, tile, unit, first_tile, rows, out, lane);
+        case WEIGHT_INT8:
+            return dequantise_unit<WEIGHT_INT8>(tiles, layer, tile, unit, first_tile, rows, out, lane);
+        case WEIGHT_BF16:
+            return dequantise_unit<WEIGHT_BF16>(tiles, layer, tile, unit, first_tile, rows, out, lane);
+    }
 }
 
 // x [M, hidden] = multiplier * the embedding's row of each token. Grid M.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    embed(Matrix matrix, const int* tokens, float multiplier, float* x) {
-    for (int item = threadIdx.x; item < matrix.k / 8; item += THREADS) {
+    embed(PackedRows table, const int* tokens, float multiplier, float* x) {
+    for (int item = threadIdx.x; item < table.k / 8; item += THREADS) {
         float value[8];
-        unpack8(matrix, load8(matrix, tokens[blockIdx.x], item), value);
-        for (int i = 0; i < 8; i++) x[size_t(blockIdx.x) * matrix.k + item * 8 + i] = multiplier * value[i];
+        load8(table, tokens[blockIdx.x], item, value);
+        for (int i = 0; i < 8; i++) x[size_t(blockIdx.x) * table.k + item * 8 + i] = multiplier * value[i];
     }
 }
 
@@ -229,6 +220,7 @@ __device__ __forceinline__ void copy_block(
     }
 COPY_KERNELS(64)
 COPY_KERNELS(128)
+COPY_KERNELS(256)
 
 __device__ __forceinline__ void gated8(const Half8& gate, const Half8& up, float (&out)[8]) {
     for (int i = 0; i < 4; i++) {

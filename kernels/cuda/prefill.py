@@ -1,129 +1,79 @@
-"""Prefill on the GPU: weights dequantised matrix by matrix into tensor-core products, keys and values written in place.
+"""Prefill on the GPU: weights dequantised phase by phase into tensor-core products, keys and values written in place.
 
 Each layer is, per chunk of M tokens: one dequantisation and one cuBLAS product for q+k+v, for o, for gate+up and for
-down, flash attention over the cache, and four small kernels between them (prefill.cu). A dequantised matrix lives in
-one scratch buffer until the next takes its place, so a model needs its packed weights plus the largest product's
-fp16 weights, not a second copy of itself.
+down, flash attention, and five small kernels between them (prefill.cu). Weights come out of the decode kernel's own
+tiles; a dequantised phase lives in one scratch buffer until the next takes its place. So a model needs no second copy
+of itself, only the largest phase in fp16.
+
+The host must enqueue some 600 operations a chunk faster than the GPU runs them, so launches are bound to their
+arguments once (per model or per chunk) and only pointers and layer numbers change between them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_longlong, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-from kernels.cuda.driver import Kernel, Module
+from kernels.cuda.driver import BoundLaunch, Kernel, Module
 from kernels.cuda.kv_layout import KV_BLOCK
+from kernels.cuda.plan import FORMAT_CODES, TILE_ROWS, KernelDims, Phase
+from kernels.cuda.tiles import TiledWeights
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from torch import Tensor
 
 SOURCE = Path(__file__).parent / "prefill.cu"
 CHUNK = 2048  # tokens; large enough to fill the tensor cores, small enough to cancel within 0.1 s
-
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128, 256)
 
 _THREADS = 256  # of every kernel in prefill.cu
 _WARPS = _THREADS // 32
-_DEQUANTISED_PER_WARP = 1024
 _KERNELS = ("dequantise", "embed", "add_and_norm", "rotate", "gate")
-_PRODUCTS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 
-class Shape(Protocol):
-    """What prefill must know of a model; engine.config.ModelConfig is one."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def embedding_multiplier(self) -> float: ...
-    @property
-    def attention_multiplier(self) -> float: ...
-    @property
-    def residual_multiplier(self) -> float: ...
-    @property
-    def logits_scaling(self) -> float: ...
-
-
-class MatrixArgument(ctypes.Structure):
-    """`Matrix` of prefill_weights.cuh."""
+class _PackedRows(ctypes.Structure):
+    """`PackedRows` of prefill_weights.cuh."""
 
     _fields_ = (
-        ("q", c_void_p),
-        ("scale", c_void_p),
-        ("minimum", c_void_p),
-        ("k", c_int),
-        ("bits", c_int),
-        ("group_log2", c_int),
-        ("reserved", c_int),
+        *((name, c_void_p) for name in ("q", "scale", "minimum")),
+        *((name, c_int) for name in ("k", "format", "group", "reserved")),
+    )
+
+
+class _Tiles(ctypes.Structure):
+    """`Tiles` of prefill_weights.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "place")),
+        *((name, c_int) for name in ("k", "format", "group_log2", "chunk_blocks", "unit_blocks", "unit_bytes")),
+        *((name, c_int) for name in ("rows_per_tile", "high_row")),
     )
 
 
 @dataclass(frozen=True)
-class DeviceMatrix:
-    """One weight matrix [n, k] on the device, in the packed format's layout (engine/packed.py)."""
+class EmbeddingTable:
+    """The embedding [vocab, hidden] as packed (engine/packed.py), on the device; format: a key of FORMAT_CODES."""
 
-    n: int
-    k: int
-    bits: int  # 4, 8 or 16
+    format: str
     group: int  # 0 for bf16
     q: Tensor
     scale: Tensor | None
     minimum: Tensor | None
 
-    @classmethod
-    def upload(
-        cls, q: np.ndarray, scale: np.ndarray | None, minimum: np.ndarray | None, *, group: int, device: torch.device
-    ) -> DeviceMatrix:
-        """Copy a stored matrix to the device; the type of q tells the format (int32: int4, int8, uint16: bf16)."""
-        import torch
-
-        def copied(array: np.ndarray | None) -> Tensor | None:
-            if array is None:
-                return None
-            with warnings.catch_warnings():  # a memory map is read-only, and torch only reads it here
-                warnings.simplefilter("ignore", UserWarning)
-                return torch.from_numpy(array).to(device, copy=True)
-
-        bits, per_element = {"int32": (4, 8), "int8": (8, 1), "uint16": (16, 1)}[q.dtype.name]
-        stored = copied(q)
-        assert stored is not None
-        return cls(q.shape[0], q.shape[1] * per_element, bits, group, stored, copied(scale), copied(minimum))
-
-    def argument(self) -> MatrixArgument:
+    def rows(self, hidden: int) -> _PackedRows:
         """The kernel parameter that describes it."""
-        return MatrixArgument(
-            self.q.data_ptr(),
-            self.scale.data_ptr() if self.scale is not None else None,
-            self.minimum.data_ptr() if self.minimum is not None else None,
-            self.k,
-            self.bits,
-            max(self.group, 1).bit_length() - 1,
-            0,
+        return _PackedRows(
+            q=self.q.data_ptr(),
+            scale=self.scale.data_ptr() if self.scale is not None else None,
+            minimum=self.minimum.data_ptr() if self.minimum is not None else None,
+            k=hidden,
+            format=FORMAT_CODES[self.format],
+            group=self.group,
         )
 
 
@@ -135,29 +85,23 @@ class PrefillOutput:
     features: dict[int, Tensor]
 
 
-def scratch_weights(shape: Shape) -> int:
-    """Elements of the dequantised weights' buffer: the largest fused product of a layer."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    rows_times_k = (
-        (q + 2 * kv) * shape.hidden_size,
-        shape.hidden_size * q,
-        2 * shape.intermediate_size * shape.hidden_size,
-    )
-    return max(rows_times_k)
+def scratch_weights(dims: KernelDims) -> int:
+    """Elements of the dequantised weights' buffer: the largest phase of a layer."""
+    return dims.hidden * max(dims.qkv_rows, dims.heads * dims.head_dim, 2 * dims.intermediate)
 
 
-def workspace_bytes(shape: Shape, context: int, tokens: int = CHUNK) -> int:
+def workspace_bytes(dims: KernelDims, context: int, tokens: int = CHUNK) -> int:
     """Device memory that a chunk of that many tokens needs beside weights and cache, cuBLAS's workspace included.
     context: positions, because attention reads one layer's keys and values from a plain copy."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     per_token = (
-        4 * shape.hidden_size * 2  # residual stream, a product's output
-        + 2 * shape.hidden_size  # normed
-        + 4 * (q + 2 * kv)  # q+k+v
-        + 2 * q * 2  # rotated queries, attention's output
-        + 2 * shape.intermediate_size * 3  # gate+up, gated
+        4 * dims.hidden * 2  # residual stream, a product's output
+        + 2 * dims.hidden  # normed
+        + 4 * dims.qkv_rows
+        + 2 * dims.heads * dims.head_dim * 2  # rotated queries, attention's output
+        + 2 * dims.intermediate * 3  # gate+up, gated
     )
-    return 2 * scratch_weights(shape) + tokens * per_token + 2 * 2 * kv * context + (64 << 20)
+    plain_cache = 2 * 2 * dims.kv_heads * dims.head_dim * context
+    return 2 * scratch_weights(dims) + tokens * per_token + plain_cache + (64 << 20)
 
 
 class Prefill:
@@ -165,31 +109,34 @@ class Prefill:
 
     def __init__(
         self,
-        shape: Shape,
-        matrices: Mapping[str, DeviceMatrix],
+        dims: KernelDims,
+        weights: TiledWeights,
+        embedding: EmbeddingTable,
         vectors: Mapping[str, Tensor],
         inverse_frequencies: Tensor,
         module: Module,
     ) -> None:
-        """matrices, vectors: by canonical name (engine/packed.py), on the device; vectors and inverse_frequencies
-        [head_dim / 2] are float32. module: the loaded cubin of SOURCE."""
+        """vectors: norms by canonical name (engine/packed.py); they and inverse_frequencies [head_dim / 2] are float32
+        on the device. module: the loaded cubin of SOURCE. Raises ValueError for a head_dim not in HEAD_DIMS."""
         import torch
 
-        self._shape = shape
-        self._vectors = vectors
-        self._inverse_frequencies = inverse_frequencies
+        if dims.head_dim not in HEAD_DIMS:
+            raise ValueError(f"head_dim is {dims.head_dim}, the kernels know {HEAD_DIMS}")
+        self._dims, self._embedding, self._vectors, self._frequencies = dims, embedding, vectors, inverse_frequencies
         self._device = inverse_frequencies.device
-        if shape.head_dim not in HEAD_DIMS:
-            raise ValueError(f"head_dim is {shape.head_dim}, the kernels know {HEAD_DIMS}")
-        copies = [f"{copy}_{shape.head_dim}" for copy in ("read_cache", "write_cache")]
-        self._kernels: dict[str, Kernel] = {name: module.kernel(name) for name in (*_KERNELS, *copies)}
-        self._layers = [
-            {names: [matrices[f"layers.{i}.{name}"] for name in names] for names in _PRODUCTS}
-            for i in range(shape.num_layers)
+        self._kernels = {name: module.kernel(name) for name in _KERNELS}
+        self._kernels |= {name: module.kernel(f"{name}_{dims.head_dim}") for name in ("read_cache", "write_cache")}
+        self._module = module
+        self._scratch = torch.empty(scratch_weights(dims), dtype=torch.float16, device=self._device)
+        dequantise = self._kernels["dequantise"]
+        self._phases = {
+            name: _PhaseWeights(dequantise, weights, name, self._scratch) for name in ("qkv", "o", "gate_up", "down")
+        }
+        self._head = _PhaseWeights(dequantise, weights, "head", self._scratch)
+        self._norms = [
+            tuple(self._pointer(f"layers.{i}.{name}") for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm"))
+            for i in range(dims.layers)
         ]
-        self._embed = matrices["embed"]
-        self._head = matrices["embed" if shape.tie_word_embeddings else "head"]
-        self._scratch = torch.empty(scratch_weights(shape), dtype=torch.float16, device=self._device)
         self._stream = 0
 
     def run(
@@ -204,137 +151,197 @@ class Prefill:
         """Feed M tokens at positions start .. start + M - 1.
 
         cache: the decoder's KV cache (kv_layout.cache_shape), written at those positions; after them, the rest of the
-        last block of 16 becomes zeros.
-        features: layers whose entering residual stream is wanted (num_layers: before the final norm).
+        last block of 16 becomes zeros. features: layers whose entering residual stream is wanted (`layers` itself:
+        before the final norm).
         """
         import torch
 
-        shape = self._shape
+        self._module.use_device()
         self._stream = torch.cuda.current_stream().cuda_stream if self._device.type == "cuda" else 0
+        taken: dict[int, Tensor] = {}
         with torch.inference_mode(), _full_precision_reductions():
-            ids = torch.tensor(tokens, dtype=torch.int32, device=self._device)
-            positions = torch.arange(start, start + len(tokens), device=self._device)
-            angles = positions[:, None].float() * self._inverse_frequencies
-            rotation = angles.cos(), angles.sin()
-            x = torch.empty(len(tokens), shape.hidden_size, dtype=torch.float32, device=self._device)
-            self._launch("embed", len(tokens), self._embed.argument(), ids, c_float(shape.embedding_multiplier), x)
-
-            taken: dict[int, Tensor] = {}
-            update: tuple[Tensor | None, Tensor | None] = (None, None)  # what x still lacks, and its row scales
-            for i in range(shape.num_layers):
-                normed = self._add_and_norm(x, *update, f"layers.{i}.attn_norm")
-                if i in features:
-                    taken[i] = x.clone()
-                qkv = self._product(normed, self._layers[i]["q", "k", "v"], torch.float32)
-                mixed = self._attention(i, qkv, rotation, start, cache[i])
-                attended = self._product(mixed, self._layers[i][("o",)], torch.float32)
-                normed = self._add_and_norm(x, attended, None, f"layers.{i}.mlp_norm")
-                gate_up = self._product(normed, self._layers[i]["gate", "up"], torch.float16)
-                gated, row_scale = self._gate(gate_up)
-                update = self._product(gated, self._layers[i][("down",)], torch.float32), row_scale
-            normed = self._add_and_norm(x, *update, "final_norm")
-            if shape.num_layers in features:
-                taken[shape.num_layers] = x.clone()
-            rows = {"all": normed, "last": normed[-1:], "none": None}[logits]
+            chunk = _Chunk(self, tokens, start)
+            for layer in range(self._dims.layers):
+                attn_norm, mlp_norm, q_norm, k_norm = self._norms[layer]
+                self._add_and_norm(chunk.enter_layer, attn_norm)
+                if layer in features:
+                    taken[layer] = chunk.x.clone()
+                self._product("qkv", layer, chunk.normed, chunk.qkv)
+                mixed = self._attention(chunk, cache[layer], q_norm, k_norm)
+                self._product("o", layer, mixed, chunk.update)
+                self._add_and_norm(chunk.enter_mlp, mlp_norm)
+                self._product("gate_up", layer, chunk.normed, chunk.gate_up)
+                self._enqueue(chunk.gate)
+                self._product("down", layer, chunk.gated, chunk.update)
+                chunk.enter_layer.values[1].value = chunk.update.data_ptr()
+            self._add_and_norm(chunk.enter_layer, self._pointer("final_norm"))
+            if self._dims.layers in features:
+                taken[self._dims.layers] = chunk.x.clone()
+            rows = {"all": chunk.normed, "last": chunk.normed[-1:], "none": None}[logits]
             return PrefillOutput(None if rows is None else self._logits(rows), taken)
 
-    def _add_and_norm(self, x: Tensor, update: Tensor | None, row_scale: Tensor | None, norm: str) -> Tensor:
-        """x += residual_multiplier * row_scale * update; returns fp16 rms_norm(x) * weight."""
-        import torch
+    def _add_and_norm(self, launch: BoundLaunch, weight: int | None) -> None:
+        launch.values[4].value = weight
+        self._enqueue(launch)
 
-        out = torch.empty(x.shape, dtype=torch.float16, device=self._device)
-        alpha, eps = c_float(self._shape.residual_multiplier), c_float(self._shape.rms_norm_eps)
-        weight = self._vectors[norm]
-        self._launch("add_and_norm", len(x), x, update, row_scale, alpha, weight, eps, out, c_int(x.shape[1]))
-        return out
+    def _product(self, phase: str, layer: int, x: Tensor, out: Tensor) -> None:
+        """out [M, n] = x [M, k] times the phase's rows."""
+        weights = self._phases[phase]
+        weights.launch.values[1].value = layer
+        self._enqueue(weights.launch)
+        self._matmul(x, weights.transposed, out)
 
-    def _product(self, x: Tensor, matrices: Sequence[DeviceMatrix], dtype: torch.dtype) -> Tensor:
-        """x [M, k] times the matrices' rows, side by side: [M, sum of n]."""
-        rows = sum(m.n for m in matrices)
-        weights = self._scratch[: rows * x.shape[1]].view(rows, x.shape[1])
-        first = 0
-        for matrix in matrices:
-            self._dequantise(matrix, 0, weights[first : first + matrix.n])
-            first += matrix.n
-        return self._matmul(x, weights, dtype)
-
-    def _dequantise(self, matrix: DeviceMatrix, first_row: int, out: Tensor) -> None:
-        rows = out.shape[0]
-        grid = (-(-rows // _WARPS), -(-matrix.k // _DEQUANTISED_PER_WARP), 1)
-        self._launch("dequantise", grid, matrix.argument(), c_int(first_row), c_int(rows), out)
-
-    def _attention(self, layer: int, qkv: Tensor, rotation: tuple[Tensor, Tensor], start: int, cache: Tensor) -> Tensor:
-        """Rotate, attend, write the layer's cache: fp16 [M, heads * head_dim]."""
-        import torch
-
-        shape, tokens = self._shape, len(qkv)
-        heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        end = start + tokens
-        q = torch.empty(tokens, heads, dim, dtype=torch.float16, device=self._device)
-        keys, values = torch.empty(2, kv_heads, end, dim, dtype=torch.float16, device=self._device)
-        head_units = c_longlong(cache.stride(0) // 8)  # of 16 bytes
-
-        def copy(name: str, first_block: int, end_block: int, end: int) -> None:
-            sizes = (c_int(first_block), c_int(end), c_int(keys.shape[1]))
-            grid = (end_block - first_block, kv_heads, 1)
-            self._launch(f"{name}_{dim}", grid, cache, head_units, keys, values, *sizes)
-
-        if start > 0:
-            copy("read_cache", 0, -(-start // KV_BLOCK), start)
-        norms = (self._vectors.get(f"layers.{layer}.q_norm"), self._vectors.get(f"layers.{layer}.k_norm"))
-        sizes = [c_int(size) for size in (heads, kv_heads, dim, start, end)]
-        grid = (tokens, -(-(heads + 2 * kv_heads) // _WARPS), 1)
-        self._launch("rotate", grid, qkv, *rotation, *norms, c_float(shape.rms_norm_eps), q, keys, values, *sizes)
-        copy("write_cache", start // KV_BLOCK, -(-end // KV_BLOCK), end)
-        mixed = self._attend(q.transpose(0, 1), keys, values)
-        return mixed.transpose(0, 1).reshape(tokens, heads * dim)
+    def _attention(self, chunk: _Chunk, cache: Tensor, q_norm: int | None, k_norm: int | None) -> Tensor:
+        """Rotate, write the layer's cache, attend: fp16 [M, heads * head_dim]."""
+        place = cache.data_ptr()
+        head_units = cache.stride(0) // 8  # of 16 bytes
+        if chunk.read_cache is not None:
+            chunk.read_cache.values[0].value, chunk.read_cache.values[1].value = place, head_units
+            self._enqueue(chunk.read_cache)
+        chunk.rotate.values[3].value, chunk.rotate.values[4].value = q_norm, k_norm
+        self._enqueue(chunk.rotate)
+        chunk.write_cache.values[0].value, chunk.write_cache.values[1].value = place, head_units
+        self._enqueue(chunk.write_cache)
+        mixed = self._attend(*chunk.attention_operands)
+        return mixed.transpose(1, 2).reshape(len(chunk.x), -1)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Causal attention [heads, M, dim] of the last M positions over keys, values [kv_heads, N, dim]."""
+        """Causal attention [1, heads, M, dim] of the last M positions over keys, values [1, kv_heads, N, dim]."""
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
-        batch, scale = [t.unsqueeze(0) for t in (q, keys, values)], self._shape.attention_multiplier
+        scale = self._dims.attention_multiplier
         if q.is_cuda and torch.backends.cuda.is_flash_attention_available():
             # The operator itself, not the public function: its causal mask is aligned to the last key, and it reads
             # grouped keys in place.
-            return torch.ops.aten._scaled_dot_product_flash_attention(*batch, 0.0, True, False, scale=scale)[0][0]
-        first = keys.shape[1] - q.shape[1]
-        mask = torch.ones(q.shape[1], keys.shape[1], dtype=torch.bool, device=q.device).tril(first)
-        return scaled_dot_product_attention(*batch, attn_mask=mask, scale=scale, enable_gqa=True)[0]
-
-    def _gate(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """silu(gate) * up over a power of two a row: fp16 [M, inner] and those powers, float32 [M]."""
-        import torch
-
-        tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
-        gated = torch.empty(tokens, inner, dtype=torch.float16, device=self._device)
-        row_scale = torch.empty(tokens, dtype=torch.float32, device=self._device)
-        self._launch("gate", tokens, gate_up, gated, row_scale, c_int(inner))
-        return gated, row_scale
+            flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+            return flash(q, keys, values, 0.0, True, False, scale=scale)[0]
+        mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+        mask = mask.tril(keys.shape[2] - q.shape[2])
+        return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
 
     def _logits(self, rows: Tensor) -> Tensor:
         """float32 [len(rows), vocab]; the head is dequantised in slices that fit the scratch buffer."""
         import torch
 
-        shape = self._shape
-        logits = torch.empty(len(rows), shape.vocab_size, dtype=torch.float32, device=self._device)
-        step = min(self._scratch.numel() // shape.hidden_size, shape.vocab_size)
-        for first in range(0, shape.vocab_size, step):
-            count = min(step, shape.vocab_size - first)
-            weights = self._scratch[: count * shape.hidden_size].view(count, shape.hidden_size)
-            self._dequantise(self._head, first, weights)
-            logits[:, first : first + count] = self._matmul(rows, weights, torch.float32)
-        return logits.div_(shape.logits_scaling)
+        dims, head = self._dims, self._head
+        logits = torch.empty(len(rows), dims.vocab, dtype=torch.float32, device=self._device)
+        most = self._scratch.numel() // (TILE_ROWS * dims.hidden)
+        for first in range(0, head.tiles, most):
+            count = min(most, head.tiles - first)
+            begin, end = first * TILE_ROWS, min((first + count) * TILE_ROWS, dims.vocab)
+            self._enqueue(head.bind(first, count, end - begin))
+            weights = self._scratch[: (end - begin) * dims.hidden].view(end - begin, dims.hidden)
+            part = torch.empty(len(rows), end - begin, dtype=torch.float32, device=self._device)
+            self._matmul(rows, weights.t(), part)
+            logits[:, begin:end] = part
+        return logits.div_(dims.logits_scaling)
 
-    def _matmul(self, x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [M, k] fp16 times weights [n, k] fp16, accumulated in float32, as `dtype`."""
+    def _matmul(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
+        """out [M, n] fp16 or float32 = x [M, k] times weights [k, n], fp16, accumulated in float32."""
         import torch
 
-        return torch.mm(x, weights.t(), out_dtype=dtype) if dtype == torch.float32 else torch.mm(x, weights.t())
+        if out.dtype == x.dtype:
+            torch.mm(x, weights, out=out)
+        else:
+            torch.mm(x, weights, out_dtype=out.dtype, out=out)
 
-    def _launch(self, name: str, grid: int | tuple[int, int, int], *arguments: object) -> None:
-        self._kernels[name].launch(grid, _THREADS, arguments, stream=self._stream)
+    def _enqueue(self, launch: BoundLaunch) -> None:
+        launch.launch(self._stream)
+
+    def _pointer(self, vector: str) -> int | None:
+        return self._vectors[vector].data_ptr() if vector in self._vectors else None
+
+
+class _PhaseWeights:
+    """One phase's matrices, and the launch that dequantises a layer of them into the scratch buffer."""
+
+    def __init__(self, kernel: Kernel, weights: TiledWeights, name: str, scratch: Tensor) -> None:
+        import torch
+
+        phase: Phase = weights.phases[name]
+        self.tiles, self._kernel, self._scratch = phase.tiles, kernel, scratch
+        self._places = torch.from_numpy(weights.places(name)).to(scratch.device)
+        self._data = weights.data
+        self._units = phase.k // 64 // phase.unit_blocks
+        paired = name == "gate_up"
+        self._argument = _Tiles(
+            data=weights.data.data_ptr(),
+            place=self._places.data_ptr(),
+            k=phase.k,
+            format=FORMAT_CODES[phase.format],
+            group_log2=max(phase.group, 1).bit_length() - 1,
+            chunk_blocks=phase.blocks,
+            unit_blocks=phase.unit_blocks,
+            unit_bytes=phase.unit_bytes,
+            rows_per_tile=TILE_ROWS // 2 if paired else TILE_ROWS,
+            high_row=phase.rows // 2 if paired else TILE_ROWS // 2,
+        )
+        if name != "head":
+            self.launch = self.bind(0, phase.tiles, phase.rows)
+            self.transposed = scratch[: phase.rows * phase.k].view(phase.rows, phase.k).t()
+
+    def bind(self, first_tile: int, count: int, rows: int) -> BoundLaunch:
+        """Dequantises `rows` rows of tiles first_tile .. first_tile + count - 1; its second argument is the layer."""
+        arguments = [self._argument, c_int(0), c_int(first_tile), c_int(count), c_int(rows), self._scratch]
+        return self._kernel.bind(-(-count * self._units // _WARPS), _THREADS, arguments)
+
+
+class _Chunk:
+    """The buffers of one chunk at positions start .. end - 1, x filled with embeddings, and its launches."""
+
+    def __init__(self, owner: Prefill, tokens: Sequence[int], start: int) -> None:
+        import torch
+
+        dims, device, kernels = owner._dims, owner._device, owner._kernels
+        count, end, dim = len(tokens), start + len(tokens), dims.head_dim
+
+        def buffer(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        half, single = torch.float16, torch.float32
+        self.x = buffer(count, dims.hidden, dtype=single)
+        self.normed = buffer(count, dims.hidden, dtype=half)
+        self.update = buffer(count, dims.hidden, dtype=single)  # what attention, then the MLP, adds to x
+        self.qkv = buffer(count, dims.qkv_rows, dtype=single)
+        self.gate_up = buffer(count, 2 * dims.intermediate, dtype=half)
+        self.gated = buffer(count, dims.intermediate, dtype=half)
+        row_scale = buffer(count, dtype=single)
+        q = buffer(count, dims.heads, dim, dtype=half)
+        keys, values = buffer(2, dims.kv_heads, end, dim, dtype=half)
+        self.attention_operands = q.transpose(0, 1).unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+
+        ids = torch.tensor(tokens, dtype=torch.int32, device=device)
+        angles = torch.arange(start, end, device=device)[:, None].float() * owner._frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        self._alive = ids, cosine, sine, row_scale  # launches hold bare pointers
+
+        arguments = [owner._embedding.rows(dims.hidden), ids, c_float(dims.embedding_multiplier), self.x]
+        embed = kernels["embed"].bind(count, _THREADS, arguments)
+        owner._enqueue(embed)
+
+        def add_and_norm(scale: Tensor | None, update: Tensor | None) -> BoundLaunch:
+            alpha, eps, n = c_float(dims.residual_multiplier), c_float(dims.rms_norm_eps), c_int(dims.hidden)
+            arguments = [self.x, update, scale, alpha, None, eps, self.normed, n]
+            return kernels["add_and_norm"].bind(count, _THREADS, arguments)
+
+        self.enter_layer = add_and_norm(row_scale, None)  # the first layer adds nothing
+        self.enter_mlp = add_and_norm(None, self.update)
+        sizes = [c_int(size) for size in (dims.heads, dims.kv_heads, dim, start, end)]
+        heads = (count, -(-(dims.heads + 2 * dims.kv_heads) // _WARPS), 1)
+        eps = c_float(dims.rms_norm_eps)
+        arguments = [self.qkv, cosine, sine, None, None, eps, q, keys, values, *sizes]
+        self.rotate = kernels["rotate"].bind(heads, _THREADS, arguments)
+
+        def copy(name: str, first_block: int, last: int) -> BoundLaunch:
+            sizes = (c_int(first_block), c_int(last), c_int(end))
+            grid = (-(-last // KV_BLOCK) - first_block, dims.kv_heads, 1)
+            return kernels[name].bind(grid, _THREADS, [None, c_longlong(0), keys, values, *sizes])
+
+        self.read_cache = copy("read_cache", 0, start) if start else None
+        self.write_cache = copy("write_cache", start // KV_BLOCK, end)
+        arguments = [self.gate_up, self.gated, row_scale, c_int(dims.intermediate)]
+        self.gate = kernels["gate"].bind(count, _THREADS, arguments)
 
 
 class _full_precision_reductions:

@@ -14,8 +14,6 @@ from engine.matrix import Matrix, Storage
 from engine.tensors import tensor_shapes
 from kernels.cuda.kv_layout import unpack_keys, unpack_values
 
-DEVICE = "cuda"
-
 _LLAMA3 = Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 # family, hidden, layers, heads, kv heads, head_dim, intermediate, vocabulary, tied, RoPE's theta
@@ -109,23 +107,23 @@ class RandomModel:
                 return torch.from_numpy(self._vectors[name])
             return dequantised(self._matrices[name])
 
-        return TorchReference(self.config, tensor, context_size=context_size, device=DEVICE)
+        return TorchReference(self.config, tensor, context_size=context_size, device="cuda")
 
 
 def dequantised(matrix: Matrix) -> Tensor:
     """float32 [n, k] on the GPU, by the formulas of engine/packed.py."""
-    q = torch.from_numpy(np.array(matrix.q)).to(DEVICE)
+    q = torch.from_numpy(np.array(matrix.q)).cuda()
     if matrix.format == "bf16":
         return (q.to(torch.int32) << 16).view(torch.float32)
     if matrix.format == "int4":
-        shifts = torch.arange(0, 32, 4, device=DEVICE, dtype=torch.int32)
+        shifts = torch.arange(0, 32, 4, device="cuda", dtype=torch.int32)
         codes = ((q[:, :, None] >> shifts) & 15).view(matrix.n, matrix.k).float()
     else:
         codes = q.float()
     assert matrix.scale is not None
-    scale = torch.from_numpy(np.array(matrix.scale)).to(DEVICE).float().repeat_interleave(matrix.group, dim=1)
+    scale = torch.from_numpy(np.array(matrix.scale)).cuda().float().repeat_interleave(matrix.group, dim=1)
     if matrix.minimum is not None:
-        minimum = torch.from_numpy(np.array(matrix.minimum)).to(DEVICE).float().repeat_interleave(matrix.group, dim=1)
+        minimum = torch.from_numpy(np.array(matrix.minimum)).cuda().float().repeat_interleave(matrix.group, dim=1)
         return codes * scale + minimum
     return (codes - 8 if matrix.format == "int4" else codes) * scale
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.backends.cuda import kernel_dims
 from engine.matrix import Storage
 from kernels.build import architecture, compile_cubin
 from kernels.cuda.driver import Driver, Gpu, Module
-from kernels.cuda.kv_layout import cache_shape
-from kernels.cuda.prefill import SOURCE, DeviceMatrix, Prefill
-from tests.gpu import models
+from kernels.cuda.megakernel import Megakernel
+from kernels.cuda.plan import format_of
+from kernels.cuda.prefill import SOURCE, EmbeddingTable, Prefill
 from tests.gpu.models import SHAPES, RandomModel, adopt_cache, config_of, plain_cache, relative_error
 from tests.synthetic import small_config
 
@@ -25,17 +26,15 @@ def module(gpu: Gpu) -> Module:
 
 
 def opened(model: RandomModel, module: Module, positions: int) -> tuple[Prefill, torch.Tensor]:
-    """A prefill and a cache full of NaN."""
-    device, config = torch.device(models.DEVICE), model.config
-    matrices = {}
-    for name in model.matrix_names():
-        m = model.matrix(name)
-        matrices[name] = DeviceMatrix.upload(m.q, m.scale, m.minimum, group=m.group, device=device)
-    vectors = {n: torch.from_numpy(model.vector(n)).to(device) for n in model.names() if n not in matrices}
-    frequencies = torch.from_numpy(config.rope_inverse_frequencies()).to(device)
-    shape = cache_shape(config.num_layers, config.num_kv_heads, positions, config.head_dim)
-    cache = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
-    return Prefill(config, matrices, vectors, frequencies, module), cache
+    """A prefill over the megakernel's tiles, and a cache full of NaN."""
+    dims, matrices = kernel_dims(model.config), {name: model.matrix(name) for name in model.matrix_names()}
+    vectors = {name: model.vector(name) for name in model.names() if name not in matrices}
+    frequencies = model.config.rope_inverse_frequencies()
+    megakernel = Megakernel(dims, matrices, vectors, frequencies, positions)
+    cache = torch.full_like(megakernel.kv_cache, torch.nan)
+    table = EmbeddingTable(format_of(matrices["embed"]), matrices["embed"].group, *megakernel.embedding)
+    on_gpu = {name: torch.from_numpy(vector).cuda() for name, vector in vectors.items()}
+    return Prefill(dims, megakernel.tiled_weights, table, on_gpu, torch.from_numpy(frequencies).cuda(), module), cache
 
 
 def random_tokens(count: int, vocab: int) -> list[int]:

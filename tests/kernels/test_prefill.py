@@ -10,19 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.backends.cuda import kernel_dims
 from engine.backends.torch_reference import TorchReference, rms_norm, rotate
-from engine.config import Family
+from engine.config import Family, ModelConfig
 from engine.matrix import Matrix, Storage
 from engine.packed import PackedModel
 from engine.quantize import dequantize
+from engine.tensors import tensor_shapes
 from kernels.build import ARCHITECTURES, compile_cubin
 from kernels.cuda.driver import Driver, Module
 from kernels.cuda.kv_layout import cache_shape, pack_keys, pack_values
-from kernels.cuda.prefill import HEAD_DIMS, SOURCE, DeviceMatrix, Prefill
+from kernels.cuda.plan import format_of
+from kernels.cuda.prefill import HEAD_DIMS, SOURCE, EmbeddingTable, Prefill, _PhaseWeights, scratch_weights
 from tests.fake_cuda import FakeLibcuda, emulator
+from tests.kernels.tiling import tiled
 from tests.synthetic import random_matrix, small_config, write_random_packed
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -42,10 +44,6 @@ def module() -> Module:
     return Module(Driver(FakeLibcuda(launch=launch)), b"")
 
 
-def uploaded(matrix: Matrix) -> DeviceMatrix:
-    return DeviceMatrix.upload(matrix.q, matrix.scale, matrix.minimum, group=matrix.group, device=CPU)
-
-
 STORAGES = [
     Storage("int4", 32),
     Storage("int4", 64, symmetric=False),
@@ -56,24 +54,54 @@ STORAGES = [
 ]
 
 
+def table_of(matrix: Matrix) -> EmbeddingTable:
+    def copied(array: np.ndarray | None) -> Tensor | None:
+        return None if array is None else torch.from_numpy(np.array(array).view(SIGNED[array.dtype.itemsize]))
+
+    q = copied(matrix.q)
+    assert q is not None
+    return EmbeddingTable(format_of(matrix), matrix.group, q, copied(matrix.scale), copied(matrix.minimum))
+
+
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32}
+
+
+def random_matrices(config: ModelConfig, storage: Storage, seed: int) -> dict[str, Matrix]:
+    rng = np.random.default_rng(seed)
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if len(shape) == 2}
+    return {name: random_matrix(name, *shape, storage, rng) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(9, 128), (3, 1152)])  # 1152: one full warp's share and a part
-def test_dequantise(module: Module, storage: Storage, n: int, k: int):
-    matrix = random_matrix("w", n + 2, k, storage, np.random.default_rng(0))
-    stored, out = uploaded(matrix), torch.full((n, k), torch.nan, dtype=torch.float16)
-    grid = (-(-n // 8), -(-k // 1024), 1)
-    module.kernel("dequantise").launch(grid, 256, [stored.argument(), c_int(2), c_int(n), out])
-    expected = torch.from_numpy(dequantize(matrix))[2:].half()
-    assert torch.equal(out, expected)
+def test_dequantise_reads_the_decoders_tiles(module: Module, storage: Storage):
+    # 4224 channels of `down` lie in two chunks; 72 blocks of 64 in gate's K make units of three blocks.
+    config = small_config("llama", hidden_size=384, head_dim=64, intermediate_size=8448, vocab_size=52, num_layers=2)
+    dims, matrices = kernel_dims(config), random_matrices(config, storage, seed=1)
+    weights = tiled(dims, matrices)
+    scratch = torch.empty(scratch_weights(dims), dtype=torch.float16)
+    parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    assert weights.phases["down"].chunks > 1
+    for name, members in parts.items():
+        scratch.fill_(torch.nan)
+        phase = _PhaseWeights(module.kernel("dequantise"), weights, name, scratch)
+        phase.launch.values[1].value = 1
+        phase.launch.launch(0)
+        expected = np.concatenate([dequantize(matrices[f"layers.1.{member}"]) for member in members])
+        assert torch.equal(phase.transposed.t(), torch.from_numpy(expected).half()), name
+    scratch.fill_(torch.nan)
+    _PhaseWeights(module.kernel("dequantise"), weights, "head", scratch).bind(1, 3, 36).launch(0)
+    expected = torch.from_numpy(dequantize(matrices["embed"])).half()
+    assert torch.equal(scratch[: 36 * 384].view(36, 384), expected[16:52])
+    assert scratch[36 * 384 :].isnan().all()
 
 
-@pytest.mark.parametrize("storage", [STORAGES[0], STORAGES[3], STORAGES[5]], ids=str)
+@pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_embed(module: Module, storage: Storage):
     matrix = random_matrix("embed", 10, 256, storage, np.random.default_rng(1))
     tokens = torch.tensor([9, 0, 4, 4], dtype=torch.int32)
-    stored, x = uploaded(matrix), torch.full((4, 256), torch.nan)
-    module.kernel("embed").launch(4, 256, [stored.argument(), tokens, c_float(12.0), x])
-    assert torch.equal(x, 12 * torch.from_numpy(dequantize(matrix))[tokens.long()])
+    table, x = table_of(matrix), torch.full((4, 256), torch.nan)
+    module.kernel("embed").launch(4, 256, [table.rows(256), tokens, c_float(12.0), x])
+    torch.testing.assert_close(x, 12 * torch.from_numpy(dequantize(matrix))[tokens.long()], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("n", [64, 1188])  # less than, and not a multiple of, what the block covers at once
@@ -174,20 +202,21 @@ def test_gate_keeps_rows_of_any_magnitude(module: Module):
 class CpuPrefill(Prefill):
     """cuBLAS's part done by torch on the CPU, with the same rounding of operands and results."""
 
-    def _matmul(self, x: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        return (x.float() @ weights.float().t()).to(dtype)
+    def _matmul(self, x: Tensor, weights: Tensor, out: Tensor) -> None:
+        out.copy_(x.float() @ weights.float())
 
 
 def opened(directory: Path, module: Module) -> tuple[CpuPrefill, Tensor]:
     """A prefill over a packed model, and a poisoned cache of 48 positions."""
     model = PackedModel.open(directory)
-    config = model.config
-    vectors = {n: torch.from_numpy(np.array(model.vector(n))) for n in model.names() if n.endswith("norm")}
-    matrices = {n: uploaded(model.matrix(n)) for n in model.names() if not n.endswith("norm")}
+    config, dims = model.config, kernel_dims(model.config)
+    matrices = {name: model.matrix(name) for name in model.matrix_names()}
+    vectors = {n: torch.from_numpy(np.array(model.vector(n))) for n in model.names() if n not in matrices}
     frequencies = torch.from_numpy(config.rope_inverse_frequencies())
     shape = cache_shape(config.num_layers, config.num_kv_heads, 48, config.head_dim)
     cache = torch.full(shape, torch.nan, dtype=torch.bfloat16)
-    return CpuPrefill(config, matrices, vectors, frequencies, module), cache
+    table = table_of(matrices["embed"])
+    return CpuPrefill(dims, tiled(dims, matrices), table, vectors, frequencies, module), cache
 
 
 def relative_error(value: np.ndarray, truth: np.ndarray) -> float:

@@ -1,9 +1,13 @@
-// kernels/cuda/prefill.cu as a CPU library: `launch(name, grid, threads, arguments)` runs one of its kernels.
+// The plain kernels of kernels/cuda as a CPU library: `launch(name, grid, threads, arguments)` runs one of them.
 #include <algorithm>
 
 #include "cuda_on_cpu.h"
 
+using std::max;
+using std::min;
+
 #include "../../../kernels/cuda/prefill.cu"
+#include "../../../kernels/cuda/retile.cu"
 
 using cuda_on_cpu::Entry;
 static const cuda_on_cpu::Named KERNELS[] = {
@@ -16,6 +20,7 @@ static const cuda_on_cpu::Named KERNELS[] = {
     {"read_cache_64", Entry<read_cache_64>::invoke},
     {"read_cache_128", Entry<read_cache_128>::invoke},
     {"gate", Entry<gate>::invoke},
+    {"retile", Entry<retile>::invoke},
 };
 
 extern "C" int launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned threads, void** arguments) {

@@ -1,0 +1,86 @@
+"""The decode kernel's tiles in numpy, written from the drawing in gemv.cuh: what re-tiling must give, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from engine.matrix import Matrix
+from kernels.cuda.plan import PHASES, KernelDims, Phase, phases_of, split_tiles
+from kernels.cuda.tiles import TiledWeights
+
+
+def tiled(dims: KernelDims, matrices: Mapping[str, Matrix], sms: int = 5) -> TiledWeights:
+    """All matrices of a model, as the kernel streams them on a GPU of `sms` multiprocessors; gaps are 0xee."""
+    phases = phases_of(dims, matrices)
+    split = split_tiles(phases, dims.layers, sms)
+    weights = TiledWeights(torch.empty(0), phases, split, dims.layers)
+    data = np.full(split.total_bytes, 0xEE, dtype=np.uint8)
+    for name in PHASES:
+        phase, places = phases[name], weights.places(name)
+        for layer in range(1 if name == "head" else dims.layers):
+            rows = phase_rows(name, layer, dims, matrices)
+            for tile, (offset, layer_stride, chunk_stride) in enumerate(places):
+                units = tile_units(rows, tile, phase)
+                for chunk in range(phase.chunks):
+                    piece = b"".join(units[chunk * phase.units : (chunk + 1) * phase.units])
+                    at = offset + layer * layer_stride + chunk * chunk_stride
+                    data[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+    return TiledWeights(torch.from_numpy(data), phases, split, dims.layers)
+
+
+def phase_rows(name: str, layer: int, dims: KernelDims, matrices: Mapping[str, Matrix]) -> dict[str, np.ndarray]:
+    """A phase's rows in the order of its tiles, padded with zero rows to whole tiles: codes [rows, k] as unsigned
+    integers of 8 bits (4 used) or 16, scale and minimum [rows, k / group]."""
+    if name == "head":
+        parts = [matrices["embed" if dims.tied_head else "head"]]
+    else:
+        members = {"qkv": "q k v", "o": "o", "gate_up": "gate up", "down": "down"}[name].split()
+        parts = [matrices[f"layers.{layer}.{member}"] for member in members]
+    columns = {"codes": [codes(p) for p in parts]}
+    for field in ("scale", "minimum"):
+        if getattr(parts[0], field) is not None:
+            columns[field] = [getattr(p, field) for p in parts]
+    if name == "gate_up":  # eight rows of gate, then the same eight of up
+        joined = {
+            field: np.stack([a.reshape(-1, 8, a.shape[1]) for a in pair], axis=1).reshape(-1, pair[0].shape[1])
+            for field, pair in columns.items()
+        }
+    else:
+        joined = {field: np.concatenate(arrays) for field, arrays in columns.items()}
+    missing = -len(joined["codes"]) % 16
+    return {field: np.pad(a, ((0, missing), (0, 0))) for field, a in joined.items()}
+
+
+def codes(matrix: Matrix) -> np.ndarray:
+    if matrix.format == "int4":
+        shifts = np.arange(0, 32, 4, dtype=np.uint32)
+        return ((matrix.q.view(np.uint32)[:, :, None] >> shifts) & 15).astype(np.uint8).reshape(matrix.n, matrix.k)
+    return matrix.q.view(np.uint8 if matrix.format == "int8" else np.uint16)
+
+
+def tile_units(rows: Mapping[str, np.ndarray], tile: int, phase: Phase) -> list[bytes]:
+    """The units of one tile in the order of K."""
+    mine = {field: array[tile * 16 : tile * 16 + 16] for field, array in rows.items()}
+    width, found = phase.unit_blocks * 64, []
+    for first in range(0, phase.k, width):
+        values = mine["codes"][:, first : first + width]
+        # [row half, g, block, half of the channels, t, 8 channels]
+        lanes = values.reshape(2, 8, phase.unit_blocks, 2, 4, 8)
+        if phase.format.startswith("int4"):
+            # block, g, t, half, channel: low nibbles of row g, high nibbles of row g + 8
+            both = lanes.transpose(0, 2, 1, 4, 3, 5)
+            unit = (both[0] | both[1] << 4).tobytes()
+        elif phase.format == "int8":
+            unit = lanes.transpose(2, 0, 1, 4, 3, 5).tobytes()  # block, row half, g, t, half, channel
+        else:
+            unit = lanes.transpose(2, 0, 3, 1, 4, 5).tobytes()  # block, row half, half, g, t, channel
+        for field in ("scale", "minimum"):
+            if field in mine:
+                groups = mine[field][:, first // phase.group : (first + width) // phase.group]
+                unit += groups.reshape(2, 8, -1).transpose(2, 1, 0).tobytes()  # group, g, row half
+        found.append(unit)
+    assert {len(unit) for unit in found} == {phase.unit_bytes}
+    return found
