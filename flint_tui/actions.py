@@ -34,16 +34,16 @@ class Action:
 CHAT_ACTIONS = (
     Action("stop", "escape", "Stop the reply (never leaves the app)", "Reply", "stop"),
     Action("toggle_mode", "ctrl+t", "Switch between single pass and speculative decoding", "Reply", "mode"),
+    Action("conversations", "ctrl+o", "Open, search, rename or delete conversations", "Conversation", "chats"),
+    Action("models", "f2", "Change or pack a model", "Model", "model"),
     Action("regenerate", "f5", "Answer the last prompt again", "Reply"),
     Action("edit", "f6", "Edit a prompt and send it again", "Reply"),
-    Action("tint", "f7", "Tint accepted draft tokens", "Reply", "tint"),
+    Action("tint", "f7", "Tint accepted draft tokens", "Reply"),
     Action("sampling", "f3", "Sampling settings", "Reply"),
     Action("system_prompt", "f4", "System prompt", "Reply"),
     Action("editor", "ctrl+g", "Write the prompt in $EDITOR", "Reply"),
-    Action("models", "f2", "Change or pack a model", "Model", "model"),
-    Action("bench", "f9", "Benchmark and roofline", "Model", "bench"),
+    Action("bench", "f9", "Benchmark and roofline", "Model"),
     Action("new", "ctrl+n", "New conversation", "Conversation"),
-    Action("conversations", "ctrl+o", "Open, search, rename or delete conversations", "Conversation", "chats"),
     Action("fork", "alt+f", "Fork the conversation at the chosen message", "Conversation"),
     Action("rename", "alt+r", "Rename this conversation", "Conversation"),
     Action("delete", "alt+delete", "Delete this conversation", "Conversation"),
@@ -63,20 +63,22 @@ CHAT_ACTIONS = (
 APP_ACTIONS = (
     Action("help", "f1", "Every key", "App", "help"),
     Action("command_palette", "ctrl+p", "Command palette: every action by name", "App", "all"),
-    Action("theme", "f12", "Next theme", "App"),
-    Action("interrupt", "ctrl+c", "Copy the selection, else stop the reply, else quit (twice)", "App"),
-    Action("suspend", "ctrl+z", "Suspend; `fg` comes back", "App"),
     Action("quit_app", "ctrl+q", "Quit", "App", "quit"),
+    Action("theme", "f12", "Next of flint's themes", "App"),
+    Action("themes", "alt+t", "Choose a theme", "App"),
+    Action("interrupt", "ctrl+c", "Copy the selection, or stop, or quit (twice)", "App"),
+    Action("suspend", "ctrl+z", "Suspend; `fg` comes back", "App"),
 )
 ACTIONS = (*CHAT_ACTIONS, *APP_ACTIONS)
 
 # Keys that belong to a widget; shown on the help screen.
 FIXED_KEYS = (
-    ("Compose", "enter", "Send"),
-    ("Compose", "shift+enter, ctrl+j, alt+enter", "New line (Ctrl+J where the terminal cannot tell Shift+Enter)"),
+    ("Compose", "enter", "Send; while a reply runs, queue"),
+    ("Compose", "ctrl+j", "New line, in every terminal"),
+    ("Compose", "shift+enter, alt+enter", "New line, where the terminal can tell them"),
     ("Compose", "up, down", "Earlier and later prompts"),
     ("Compose", "alt+z", "Undo"),
     ("Move", "tab", "Between transcript and composer"),
-    ("Move", "j k g G space", "Scroll while the transcript has the focus"),
+    ("Move", "j, k, g, G, space", "Scroll, with the focus on the transcript"),
 )
 EXTRA_IDS = ("composer.submit", "composer.newline")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+os.environ.setdefault("ESCDELAY", "25")  # ms until a lone Esc counts; Textual reads it once, and would wait 100
+
 from textual.app import App
 from textual.binding import BindingType
+from textual.command import Provider
 from textual.filter import LineFilter, NoColor
 
 from flint_tui import themes
 from flint_tui.actions import ACTIONS, APP_ACTIONS, EXTRA_IDS
 from flint_tui.conversations import Conversation, ConversationStore
 from flint_tui.decode_thread import EngineThread, JobDone, OpenEngine
-from flint_tui.engine_door import TurnOptions
+from flint_tui.engine_door import ChatEngine, TurnOptions
 from flint_tui.fd_guard import FdGuard
+from flint_tui.model_shelf import LocalShelf, PackJob, Shelf
 from flint_tui.session import Session
 from flint_tui.settings import Settings, SettingsError, load_keys
 
@@ -27,13 +32,19 @@ if TYPE_CHECKING:
 QUIT_WINDOW_S = 2.0  # a second Ctrl+C within it quits
 
 
+def _actions() -> type[Provider]:
+    from flint_tui.palette import ActionProvider
+
+    return ActionProvider
+
+
 class FlintApp(App[None]):
     """`open_engine` runs in the engine thread; tests give one that opens a fake."""
 
     TITLE = "flint"
     CSS_PATH = "flint.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [action.binding() for action in APP_ACTIONS]
-    ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {_actions}
     ESCAPE_TO_MINIMIZE = False
 
     def __init__(
@@ -45,6 +56,7 @@ class FlintApp(App[None]):
         options: TurnOptions | None = None,
         resume: str | None = None,
         store: ConversationStore | None = None,
+        shelf: Shelf | None = None,
         guard: FdGuard | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +72,8 @@ class FlintApp(App[None]):
         self.guard = guard or FdGuard()
         self.clock = clock
         self.copied = ""
+        self.shelf = shelf or LocalShelf()
+        self.packing: PackJob | None = None
         self.engine_thread = EngineThread(open_engine)
         self.store = store or ConversationStore()
         self.session = Session(self.store, self.engine_thread, clock)
@@ -109,6 +123,8 @@ class FlintApp(App[None]):
     def shut_down(self) -> None:
         """Stop decoding and write what is unsaved; called before the screen goes and again after."""
         self.engine_thread.cancel()
+        if self.packing is not None:
+            self.packing.cancel()
 
     def log_line(self, text: str) -> None:
         self.guard.add(text)
@@ -121,6 +137,43 @@ class FlintApp(App[None]):
         done = self._jobs.pop(outcome.name, None)
         if done is not None:
             done(outcome)
+
+    def run_job(
+        self, name: str, work: Callable[[ChatEngine, threading.Event], None], done: Callable[[JobDone], Any]
+    ) -> None:
+        """Run something that needs the engine to itself; `done` is called on the screen's side."""
+        self._jobs[name] = done
+        self.engine_thread.run(name, work)
+        self.chat.watch_engine()
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The user's own keys: action id -> keys."""
+        return dict(self._keymap)
+
+    async def perform(self, action: str) -> None:
+        """Run an action of ACTIONS by its id."""
+        namespace = self if any(a.id == action for a in APP_ACTIONS) else self.chat
+        await self.run_action(action, namespace)
+
+    def rename_conversation(self, conversation: Conversation, title: str) -> None:
+        current = self.session.conversation
+        if current is not None and current.id == conversation.id:
+            self.session.rename(title)
+        else:
+            self.store.update(conversation.id, title=title)
+        self.store.flush()
+
+    def delete_conversation(self, conversation: Conversation) -> None:
+        """Gone for good; if it is the open one, an empty conversation takes its place."""
+        current = self.session.conversation
+        if current is not None and current.id == conversation.id:
+            if self.session.replying:
+                self.notify("A reply is running: Esc stops it", severity="warning")
+                return
+            self.chat.action_new()
+        self.store.delete(conversation.id)
+        self.store.flush()
 
     def open_conversation(self, conversation: Conversation) -> None:
         self.session.open(conversation)
@@ -153,6 +206,14 @@ class FlintApp(App[None]):
 
     def action_suspend(self) -> None:
         self.action_suspend_process()
+
+    def action_help(self) -> None:
+        from flint_tui.screens.help import HelpScreen
+
+        self.push_screen(HelpScreen())
+
+    def action_themes(self) -> None:
+        self.search_themes()
 
     def action_theme(self) -> None:
         names = [themes.DARK.name, themes.LIGHT.name, "ansi-dark", "ansi-light"]

@@ -10,6 +10,8 @@ from textual.binding import BindingType
 from flint_tui import clipboard
 from flint_tui.actions import CHAT_ACTIONS
 from flint_tui.chat_view import ChatView
+from flint_tui.conversations import Conversation, to_markdown
+from flint_tui.engine_door import TurnOptions
 from flint_tui.live import Mode
 from flint_tui.widgets.status_line import ModeToggle
 
@@ -28,6 +30,9 @@ class ChatScreen(ChatView):
         """Stop the reply; without one, let go of the chosen message and the selection. Never leaves the app."""
         if self.session.reply is not None:
             self.session.reply.cancel.set()
+        elif self.editing is not None:
+            self.stop_editing()
+            self.composer.clear()
         elif self.transcript.cursor is not None or self.selections:
             self.transcript.choose(None)
             self.clear_selection()
@@ -117,12 +122,156 @@ class ChatScreen(ChatView):
         self.notify("There is no code block to copy", severity="warning")
 
     def action_copy_all(self) -> None:
-        from flint_tui.conversations import to_markdown
-
         if self.session.conversation is None:
             self.notify("There is nothing to copy yet", severity="warning")
         else:
             self.copy(to_markdown(self.session.conversation, self.session.messages))
+
+    # -- dialogs
+
+    def action_sampling(self) -> None:
+        from flint_tui.screens.sampling import SamplingScreen
+
+        def change(options: TurnOptions | None) -> None:
+            if options is not None:
+                self.session.options = replace(options, mode=self.session.options.mode)
+
+        self.app.push_screen(SamplingScreen(self.session.options), change)
+
+    def action_system_prompt(self) -> None:
+        from flint_tui.screens.ask import AskText
+
+        def change(text: str | None) -> None:
+            if text is not None:
+                self.session.set_system(text.strip())
+
+        note = "Applies from the next reply, to this conversation and to new ones."
+        self.app.push_screen(AskText("System prompt", self.session.system, note), change)
+
+    def action_conversations(self) -> None:
+        from flint_tui.screens.conversations import ConversationsScreen
+
+        def open_it(conversation: Conversation | None) -> None:
+            if conversation is not None and self.may_leave():
+                self.app.open_conversation(conversation)
+
+        self.app.push_screen(ConversationsScreen(), open_it)
+
+    def action_models(self) -> None:
+        from flint_tui.screens.models import ModelsScreen
+
+        def load(identifier: str | None) -> None:
+            if identifier is not None and self.may_leave():
+                self.app.load_model(identifier)
+
+        self.app.push_screen(ModelsScreen(), load)
+
+    def action_bench(self) -> None:
+        from flint_tui.screens.bench import BenchScreen
+
+        self.app.push_screen(BenchScreen())
+
+    def action_log(self) -> None:
+        from flint_tui.screens.log import LogScreen
+
+        self.app.push_screen(LogScreen())
+
+    # -- the conversation
+
+    def may_leave(self) -> bool:
+        """Whether nothing is being decoded; otherwise says so."""
+        if self.session.replying:
+            self.notify("A reply is running: Esc stops it", severity="warning")
+        return not self.session.replying
+
+    def action_new(self) -> None:
+        if self.may_leave():
+            self.session.new()
+            self.stop_editing()
+            self.show_conversation()
+            self.show_figures()
+            self.composer.focus()
+
+    def action_fork(self) -> None:
+        """Go on in a copy that ends at the chosen message, or at the last."""
+        if not self.may_leave() or self.session.conversation is None:
+            return
+        cursor = self.transcript.cursor
+        count = cursor.message + 1 if cursor is not None and cursor.message is not None else len(self.session.messages)
+        fork = self.session.fork(count)
+        self.show_conversation()
+        if fork is not None:
+            self.notify(f"Forked after message {count}: {fork.title}", markup=False)
+
+    def action_rename(self) -> None:
+        from flint_tui.screens.ask import AskLine
+
+        conversation = self.session.conversation
+        if conversation is None:
+            self.notify("An empty conversation has no name yet", severity="warning")
+            return
+
+        def rename(title: str | None) -> None:
+            if title and title.strip():
+                self.app.rename_conversation(conversation, title.strip())
+
+        self.app.push_screen(AskLine("Rename", conversation.title), rename)
+
+    def action_delete(self) -> None:
+        from flint_tui.screens.ask import AskYes
+
+        conversation = self.session.conversation
+        if conversation is None or not self.may_leave():
+            return
+
+        def delete(yes: bool | None) -> None:
+            if yes:
+                self.app.delete_conversation(conversation)
+
+        self.app.push_screen(AskYes("Delete", f"Delete “{conversation.title}”? This cannot be undone."), delete)
+
+    def action_export(self) -> None:
+        from flint_tui.export import default_name, export
+        from flint_tui.screens.ask import AskLine
+
+        conversation, messages = self.session.conversation, list(self.session.messages)
+        if conversation is None:
+            self.notify("There is nothing to export yet", severity="warning")
+            return
+
+        def write(path: str | None) -> None:
+            if path:
+                self.notify(export(conversation, messages, path), markup=False)
+
+        self.app.push_screen(AskLine("Export (.md or .json)", default_name(conversation)), write)
+
+    # -- editing
+
+    def action_edit(self) -> None:
+        """Take the chosen prompt, or the last one, back into the composer."""
+        if not self.may_leave():
+            return
+        prompts = [i for i, message in enumerate(self.session.messages) if message.role == "user"]
+        cursor = self.transcript.cursor
+        wanted = cursor.message if cursor is not None and cursor.message is not None else len(self.session.messages)
+        index = max((i for i in prompts if i <= wanted), default=None)
+        if index is None:
+            self.notify("There is no prompt to edit yet", severity="warning")
+            return
+        self.editing = index
+        self.composer.put(self.session.messages[index].text)
+        self.composer.focus()
+        self.show_queue()
+
+    def action_editor(self) -> None:
+        """Write the prompt in $VISUAL or $EDITOR."""
+        from flint_tui.editor import edit_text
+
+        text, problem = edit_text(self.app, self.composer.text)
+        if problem:
+            self.notify(problem, severity="error", markup=False)
+        elif text is not None:
+            self.composer.put(text)
 
     # -- view
 

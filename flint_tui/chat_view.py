@@ -47,6 +47,7 @@ class ChatView(Screen[None]):
         self.facts: EngineFacts | None = None
         self.engine_state = ""
         self.reply_entry: Entry | None = None
+        self.editing: int | None = None  # index of the prompt that is being edited
         self._ticks = 0
         self._skip = 0
 
@@ -92,7 +93,6 @@ class ChatView(Screen[None]):
             return
         started = time.perf_counter()
         self._ticks += 1
-        busy = self.session.engine.busy  # before draining: what it put last is then in the outbox
         tokens: list[Tokens] = []
         for outcome in self.session.engine.drain():
             if isinstance(outcome, ReplyEvent) and isinstance(outcome.event, Tokens) and self._is_current(outcome):
@@ -120,7 +120,8 @@ class ChatView(Screen[None]):
         if self._ticks % DRAINS_PER_PANEL_UPDATE == 0:
             self.session.live.sample()
             self.show_figures()
-        if not busy:
+        engine = self.session.engine
+        if not engine.busy and engine.outbox.empty():  # in this order: what a job puts last is there before it ends
             self.drain_timer.pause()
             self.show_figures()
         # A slow screen is updated less often, so that at most a quarter of the time goes into it.
@@ -202,14 +203,31 @@ class ChatView(Screen[None]):
         if self.session.replying:
             self.session.queue.append(event.text)
             self.show_queue()
+            return
+        if self.editing is not None:
+            self._replace_prompt(self.editing)
+        self.send(event.text)
+
+    def _replace_prompt(self, index: int) -> None:
+        """Make room for the edited prompt; turns after its answer are kept in the conversation that was forked from."""
+        session = self.session
+        if len(session.messages) > index + 2:
+            session.fork(index)
+            self.notify("The turns after it are kept in the original conversation", timeout=4)
         else:
-            self.send(event.text)
+            session.truncate(index)
+        self.stop_editing()
+        self.show_conversation()
+
+    def stop_editing(self) -> None:
+        self.editing = None
+        self.show_queue()
 
     def send(self, text: str) -> None:
         """Ask now."""
         text = printable(text)
         self.session.ask(text)
-        self.welcome.display = False
+        self.show_welcome(False)
         entry = Entry("user", Document(text, plain=True), message=len(self.session.messages) - 1)
         self.transcript.add(entry)
         self.show_reply()
@@ -222,6 +240,10 @@ class ChatView(Screen[None]):
         self.show_queue()
         self.show_state()
         self.watch_engine()
+
+    def show_welcome(self, empty: bool) -> None:
+        self.welcome.display = empty
+        self.transcript.display = not empty
 
     def take_back_queue(self) -> None:
         """Nothing typed is lost or sent unasked: prompts that wait go back into the composer."""
@@ -243,12 +265,12 @@ class ChatView(Screen[None]):
             document = Document(message.text, plain=user, tint=self.app.settings.tint, marks=message.marks)
             entries.append(Entry(message.role, document, "" if user else footer_of(message), message=index))
         self.reply_entry = None
-        self.welcome.display = not entries
+        self.show_welcome(not entries)
         self.transcript.replace_all(entries)
 
     def show_error(self, error: str, hint: str = "") -> None:
         text = f"{error}\n{hint}" if hint else error
-        self.welcome.display = False
+        self.show_welcome(False)
         self.transcript.add(Entry("error", Document(printable(text), plain=True)))
 
     def show_state(self) -> None:
@@ -259,7 +281,7 @@ class ChatView(Screen[None]):
         self.welcome.show_engine(self.facts, self.engine_state)
 
     def show_queue(self) -> None:
-        self.queue_line.show_queue(self.session.queue, self.size.width)
+        self.queue_line.show_queue(self.session.queue, self.editing, self.size.width)
 
     def show_figures(self) -> None:
         facts = self.facts or EngineFacts("", "", 0)

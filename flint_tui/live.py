@@ -20,13 +20,15 @@ HISTORY = 60  # points of the sparkline
 class EngineFacts:
     """What does not change while an engine is open.
 
-    peak_gb_s: the bandwidth that 100 % MBU stands for; peak_source: what that is. weight_bytes: read by every step.
+    identifier: what opens the same model again. peak_gb_s: the bandwidth that 100 % MBU stands for; peak_source: what
+    that is. weight_bytes: read by every step.
     verify_width: tokens that one pass verifies at about the price of one; 1: speculation never pays here.
     """
 
     model: str
     backend: str
     context_size: int
+    identifier: str = ""
     weight_bytes: int = 0
     peak_gb_s: float | None = None
     peak_source: str = ""

@@ -1,0 +1,1 @@
+"""What opens over the chat, one screen a file."""

@@ -11,6 +11,8 @@ from textual.widget import Widget
 from flint_tui.live import EngineFacts, Figures, Mode
 from flint_tui.widgets.glyphs import line_bar
 
+WIDE_CONTEXT = 30  # cells for the bar and its word
+
 
 class StatusLabel(Widget):
     """Text of a fixed place, repainted when it changes."""
@@ -81,7 +83,8 @@ class StatusLine(Horizontal):
         used, size = figures.context_used, facts.context_size
         share = used / size if size else 0.0
         style = "$error" if share > 0.95 else "$warning" if share > 0.8 else "$primary"
-        gauge = line_bar(share, 8, style)
-        self.query_one("#context", StatusLabel).show(
-            Content.assemble(("context ", "$muted"), gauge, (f" {used:,}", ""), (f" / {size:,}", "$muted"))
-        )
+        label = self.query_one("#context", StatusLabel)
+        numbers = Content.assemble((f"{used:,}", ""), (f" / {size:,}", "$muted"))
+        if label.size.width >= WIDE_CONTEXT:
+            numbers = Content.assemble(("context ", "$muted"), line_bar(share, 8, style), " ", numbers)
+        label.show(numbers)

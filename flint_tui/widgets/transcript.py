@@ -22,6 +22,7 @@ from textual.strip import Strip
 
 from flint_tui.text.blocks import Line
 from flint_tui.widgets.entry import Entry
+from flint_tui.widgets.roles import role_style
 
 if TYPE_CHECKING:
     from textual import events
@@ -31,18 +32,11 @@ GUTTER = 3  # cells left of the text: a bar and room to breathe
 MARGIN = 2  # cells right of it
 WIDEST = 108  # a longer line is hard to read
 
-ROLES = (
-    "user", "assistant", "note", "error", "footer", "strong", "em", "s", "code", "link", "muted", "rule",
-    "heading.1", "heading.2", "heading.3", "block", "accepted", "bullet", "bar", "cursor-bar", "pen",
-    "code.comment", "code.keyword", "code.string", "code.number", "code.name", "code.builtin", "label",
-)  # fmt: skip
-
 
 class Transcript(ScrollView, can_focus=True):
     """Shows entries; follows the end while the end is in view, and stays put once the reader has scrolled away."""
 
     ALLOW_SELECT = True
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"transcript--{role.replace('.', '-')}" for role in ROLES}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down,j", "scroll_down", "Down", show=False),
         Binding("up,k", "scroll_up", "Up", show=False),
@@ -139,14 +133,19 @@ class Transcript(ScrollView, can_focus=True):
         if total != self.virtual_size.height or self.virtual_size.width != self.size.width:
             following = self.following
             self.virtual_size = Size(self.size.width, total)
-            self.following = following
+            self.following = following  # fewer lines clamp the position, which is not the reader's doing
         if self.following:
-            self.scroll_end(animate=False, immediate=True)
+            # force: whether there is a scrollbar is known only after the next layout
+            self.scroll_end(animate=False, immediate=True, force=True)
             self.following = True
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        self.following = new_value >= self.max_scroll_y
+        # Text that grows never moves the view; only the reader lets go of the end, and only reaching it holds on again.
+        if new_value >= self.max_scroll_y:
+            self.following = True
+        elif new_value < old_value:
+            self.following = False
 
     def on_resize(self, event: events.Resize) -> None:
         # A resize storm wraps the text once, not once an event.
@@ -213,7 +212,7 @@ class Transcript(ScrollView, can_focus=True):
             return Strip.blank(width, self._style())
         base = (entry.role,)
         bar = "▌" if entry.role in ("user", "error") or entry is self.cursor else " "
-        bar_role = "cursor-bar" if entry is self.cursor else "bar" if entry.role == "user" else entry.role
+        bar_role = "chosen" if entry is self.cursor else "bar" if entry.role == "user" else entry.role
         code = line.block.kind == "code" and entry.role == "assistant"
         inner = (*base, "block") if code else base
         segments = [Segment(bar, self._style(*base, bar_role)), Segment(" " * (GUTTER - 1), self._style(*base))]
@@ -250,10 +249,10 @@ class Transcript(ScrollView, can_focus=True):
     def _style(self, *roles: str) -> Style:
         style = self._styles.get(roles)
         if style is None:
-            style = self.rich_style
+            visual = self.visual_style
             for role in roles:
-                style += self.get_component_rich_style(f"transcript--{role.replace('.', '-')}", partial=True)
-            self._styles[roles] = style
+                visual += role_style(role, self.app.theme_variables, self.app.no_color)
+            style = self._styles[roles] = visual.rich_style
         return style
 
     def _highlight(self, strip: Strip, span: tuple[int, int] | None, lead: int) -> Strip:

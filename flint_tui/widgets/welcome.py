@@ -10,6 +10,13 @@ from flint_tui.widgets.status_line import StatusLabel
 _MARK = ("   ▟▙   ", "  ▟██▙  ", " ▟████▙ ", " ▜██▛▀  ")
 
 
+_TIPS = (
+    ("Ctrl+T", "single pass, speculative"),
+    ("Ctrl+O", "earlier conversations"),
+    ("Ctrl+P", "every action by name"),
+)
+
+
 class Welcome(StatusLabel):
     def __init__(self, id: str) -> None:
         super().__init__(id)
@@ -27,8 +34,6 @@ class Welcome(StatusLabel):
             Content.styled("f l i n t", "bold"),
             second,
             Content(""),
-            Content.assemble(("Ctrl+T", "$accent"), ("  switches single pass and speculative decoding", "$muted")),
-            Content.assemble(("Ctrl+O", "$accent"), ("  opens earlier conversations", "$muted")),
-            Content.assemble(("Ctrl+P", "$accent"), ("  finds every action by name", "$muted")),
+            *(Content.assemble((key, "$accent"), (f"  {what:<24}", "$muted")) for key, what in _TIPS),
         ]
         self.show(Content("\n").join(lines))

@@ -1,0 +1,48 @@
+"""The roofline of decoding on this machine: a token cannot be faster than its bytes can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from textual_plotext import PlotextPlot
+
+COLOURS = ((133, 146, 161), (143, 179, 217), (255, 145, 66))  # roof, single pass, speculative
+
+
+class RoofPoint(NamedTuple):
+    """A measurement: bytes moved per token, tokens per second."""
+
+    label: str
+    bytes_per_token: float
+    tok_s: float
+
+
+class RoofPlot(PlotextPlot):
+    """Tokens per second over bytes per token, both logarithmic; the roof is peak bandwidth / bytes per token."""
+
+    def show(self, points: Sequence[RoofPoint], peak_gb_s: float | None, peak_source: str) -> None:
+        plot = self.plt
+        plot.clear_data()
+        plot.clear_figure()
+        if peak_gb_s and points:
+            low = min(point.bytes_per_token for point in points) / 4
+            high = max(point.bytes_per_token for point in points) * 4
+            steps = [low * (high / low) ** (i / 60) for i in range(61)]
+            roof = f"roof: {peak_gb_s:,.1f} GB/s"
+            roof_colour, *colours = COLOURS
+            plot.plot(
+                [x / 1e6 for x in steps],
+                [peak_gb_s * 1e9 / x for x in steps],
+                label=roof,
+                marker="braille",
+                color=roof_colour,
+            )
+            for point, colour in zip(points, colours, strict=False):
+                plot.scatter([point.bytes_per_token / 1e6], [point.tok_s], label=point.label, marker="●", color=colour)
+            plot.xscale("log")
+            plot.yscale("log")
+            plot.xlabel("MB moved per token")
+            plot.ylabel("tokens per second")
+        self.border_title = f"Roofline · peak: {peak_source}" if peak_source else "Roofline"
+        self.refresh()

@@ -1,0 +1,209 @@
+"""Measures the app on a pseudo-terminal and prints the figures; run by hand, on a quiet machine.
+
+    python -m tests.flint_tui.measure_app
+
+The decoder is a fake whose steps are native work of a fixed length, so only the app is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flint_tui.engine_door import TurnOptions
+from tests.flint_tui.run_fake import PacedEngine
+from tests.flint_tui.terminal import Terminal, fake_app
+
+READY = "Ask anything"
+SECONDS = 8.0
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+@contextmanager
+def app(**options: Any) -> Iterator[tuple[Terminal, Path]]:
+    """A running app, ready for input, and its log."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        home = options.pop("home", folder)
+        environment = {f"FLINT_{kind}_DIR": f"{home}/{kind}" for kind in ("DATA", "CONFIG", "CACHE")}
+        with fake_app({**options, "log": str(log)}, **environment) as terminal:
+            yield terminal, log
+
+
+def entries(log: Path, what: str) -> list[dict[str, Any]]:
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [entry for line in lines if (entry := json.loads(line))["what"] == what]
+
+
+def wait_entry(log: Path, what: str, count: int = 1) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while len(found := entries(log, what)) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+    return found[count - 1]
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rate_without_screen(rate: int, tokens: int) -> float:
+    found: dict[str, Any] = {}
+    engine = PacedEngine({"rate": rate, "tokens": tokens}, lambda what, **values: found.update(values))
+    for _ in engine.reply([], TurnOptions(), threading.Event()):
+        pass
+    return (found["tokens"] - 1) / (found["last"] - found["first"])
+
+
+def rate_with_screen(rate: int, tokens: int) -> float:
+    with app(rate=rate, tokens=tokens) as (terminal, log):
+        terminal.wait_for(READY)
+        wait_entry(log, "loaded")
+        terminal.type("go\r")
+        reply = wait_entry(log, "reply")
+        return (reply["tokens"] - 1) / (reply["last"] - reply["first"])
+
+
+def throughput() -> None:
+    for rate in (600, 2000):
+        tokens = int(rate * SECONDS)
+        off, on = [], []
+        for _ in range(3):  # A B A B A B
+            off.append(rate_without_screen(rate, tokens))
+            on.append(rate_with_screen(rate, tokens))
+        ratio = statistics.median(on) / statistics.median(off)
+        print(
+            f"throughput at {rate} tok/s: {statistics.median(off):.0f} off, {statistics.median(on):.0f} on, {ratio:.3f}"
+        )
+
+
+def escape_latency() -> None:
+    latencies = []
+    with app(rate=600) as (terminal, log):
+        terminal.wait_for(READY)
+        wait_entry(log, "loaded")
+        for count in range(1, 11):
+            terminal.type("go\r")
+            time.sleep(1.5)
+            pressed = terminal.type("\x1b")
+            latencies.append(wait_entry(log, "reply", count)["last"] - pressed)
+            time.sleep(0.5)
+    print(f"Esc to the last token at 600 tok/s: median {statistics.median(latencies) * 1e3:.0f}, "
+          f"worst of {len(latencies)} {max(latencies) * 1e3:.0f} ms")  # fmt: skip
+
+
+def key_echo() -> None:
+    letters = "абвгдежзиклмнопрстуфхцчшщэюя"
+    delays = []
+    with app(rate=600) as (terminal, log):
+        terminal.wait_for(READY)
+        wait_entry(log, "loaded")
+        terminal.type("go\r")
+        time.sleep(1.0)
+        for i in range(200):
+            letter = letters[i % len(letters)]
+            since = len(terminal.output)
+            pressed = terminal.type(letter)
+            delays.append(terminal.wait_for(letter, since, 5.0) - pressed)
+            if i % len(letters) == len(letters) - 1:
+                terminal.type("\x15")  # empty the line, so that the letters can come again
+                time.sleep(0.3)
+            time.sleep(0.03)
+    print(f"key echo while streaming at 600 tok/s: median {statistics.median(delays) * 1e3:.0f}, "
+          f"p99 {percentile(delays, 0.99) * 1e3:.0f} ms")  # fmt: skip
+
+
+def first_paint() -> None:
+    times = []
+    for _ in range(5):
+        with app() as (terminal, _):
+            times.append(terminal.wait_for(READY) - terminal.started)
+    print(f"first paint from process start: median {statistics.median(times):.2f} s, worst {max(times):.2f} s")
+
+
+def idle_cpu() -> None:
+    with app(tokens=400) as (terminal, log):
+        terminal.wait_for(READY)
+        terminal.type("go\r")
+        wait_entry(log, "reply")
+        time.sleep(2)
+        before = cpu_seconds(terminal.process.pid)
+        time.sleep(15)
+        print(f"idle: {(cpu_seconds(terminal.process.pid) - before) / 15:.2%} of a core")
+
+
+def long_conversations() -> None:
+    """CPU per second of streaming at 200 tok/s after conversations of different lengths."""
+    from flint_tui.conversations import ConversationStore, Message
+
+    answer = (
+        "Some *prose* about it:\n\n1. one\n2. two\n\n```python\nfor i in range(10):\n    print(i)\n```\n\n"
+        + "Words. " * 80
+    )
+    for messages in (0, 50, 200, 1000):
+        with tempfile.TemporaryDirectory() as home:
+            store = ConversationStore(Path(home) / "DATA" / "conversations.db")
+            conversation = store.create("fake")
+            for i in range(messages):
+                store.save(
+                    conversation.id, i, Message("assistant" if i % 2 else "user", answer if i % 2 else "And then?")
+                )
+            store.flush()
+            store.close()
+            with app(home=home, resume=conversation.id, rate=200) as (terminal, log):
+                shown = terminal.wait_for(READY) - terminal.started
+                wait_entry(log, "loaded")
+                terminal.type("go\r")
+                time.sleep(2)
+                before = cpu_seconds(terminal.process.pid)
+                time.sleep(SECONDS)
+                used = (cpu_seconds(terminal.process.pid) - before) / SECONDS
+                print(f"after {messages:>4} messages: {used:.1%} of a core at 200 tok/s, shown after {shown:.2f} s")
+
+
+def long_reply() -> None:
+    """CPU per second over one reply of 30,000 tokens at 1,000 tok/s, half of it inside one code fence."""
+    words = ["```python\n", *["    x = f(1)  # and so on\n", "    y", " = g(2)\n"] * 200]
+    for name, script in (("prose", None), ("one open fence", words)):
+        options = {"rate": 1000, "tokens": 30_000, **({"words": script} if script else {})}
+        with app(**options) as (terminal, log):
+            terminal.wait_for(READY)
+            wait_entry(log, "loaded")
+            terminal.type("go\r")
+            shares = []
+            for _ in range(5):
+                before = cpu_seconds(terminal.process.pid)
+                time.sleep(5)
+                shares.append((cpu_seconds(terminal.process.pid) - before) / 5)
+            wait_entry(log, "reply")
+            steps = ", ".join(f"{share:.0%}" for share in shares)
+            print(f"30,000 tokens at 1,000 tok/s, {name}: {steps} of a core (each 5 s)")
+
+
+ALL = (throughput, escape_latency, key_echo, first_paint, idle_cpu, long_conversations, long_reply)
+
+
+def main() -> None:
+    wanted = sys.argv[1:]
+    for measure in ALL:
+        if not wanted or measure.__name__ in wanted:
+            measure()
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

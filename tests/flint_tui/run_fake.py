@@ -1,0 +1,94 @@
+"""Runs the real app on a real terminal with a paced fake engine: for the terminal tests and for measure_app.py.
+
+    python -m tests.flint_tui.run_fake '{"rate": 600, "tokens": 3000}'
+
+Options: rate (tokens per second, 0 as fast as it goes), tokens per reply, prefill_s and load_s (blocking native work,
+which does not look at the cancel flag), noise (write to descriptors 1 and 2 as a C library would), words (the script),
+resume, log (a file that gets one JSON object a line: what happened, and when on the system's monotonic clock).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.events import Event, Finished, Prefilled, Tokens, Usage
+from flint_tui.engine_door import ChatTurn, TurnOptions
+from tests.flint_tui.fake_engine import FACTS
+
+WORDS = ("flint", " strikes", " steel", ",", " a", " spark", " falls", " on", " tinder", ".\n\n")
+
+
+class PacedEngine:
+    """A decoder whose every step is native work of 1 / rate seconds with the interpreter's lock released.
+
+    It does not catch up: a step that starts late ends late, so whatever the screen costs the decoder is seen.
+    """
+
+    facts = replace(FACTS, backend="paced fake", context_size=1 << 20)
+
+    def __init__(self, options: dict[str, Any], log: Any) -> None:
+        self.rate = options.get("rate", 200)
+        self.tokens = options.get("tokens", 1 << 20)
+        self.prefill_s = options.get("prefill_s", 0.0)
+        self.noise = options.get("noise", False)
+        self.words = tuple(options.get("words", WORDS))
+        self.log = log
+
+    def reply(self, messages: Sequence[ChatTurn], options: TurnOptions, cancel: threading.Event) -> Iterator[Event]:
+        started = time.monotonic()
+        time.sleep(self.prefill_s)
+        yield Prefilled(8, 0, max(self.prefill_s, 1e-3))
+        step = 1 / self.rate if self.rate else 0.0
+        done = 0
+        first = last = time.monotonic()
+        while done < self.tokens and not cancel.is_set():
+            if step:
+                time.sleep(step)
+            now = time.monotonic()
+            if self.noise and done % 50 == 0:
+                os.write(1, b"native noise on 1\n")
+                os.write(2, b"native noise on 2\n")
+            yield Tokens((done,), self.words[done % len(self.words)], now - last, 84_000_000, steps=int(done > 0))
+            last = now
+            done += 1
+        reason = "cancelled" if cancel.is_set() else "stop"
+        self.log("reply", started=started, first=first, last=last, tokens=done, reason=reason)
+        yield Finished(reason, Usage(8, done, 0, 0.001, 0.001, last - first, max(0, done - 1), done * 84_000_000))
+
+    def piece(self, token_id: int) -> str:
+        return self.words[token_id % len(self.words)]
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> int:
+    options = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    file = open(options["log"], "a", encoding="utf-8") if "log" in options else None  # noqa: SIM115
+
+    def log(what: str, **values: Any) -> None:
+        if file is not None:
+            file.write(json.dumps({"what": what, "at": time.monotonic(), **values}) + "\n")
+            file.flush()
+
+    def open_engine(model: str | None, say: Any) -> PacedEngine:
+        time.sleep(options.get("load_s", 0.0))
+        log("loaded")
+        return PacedEngine(options, log)
+
+    from flint_tui.app import FlintApp, run
+
+    code = run(FlintApp(open_engine, resume=options.get("resume")))
+    log("ended")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
