@@ -111,7 +111,7 @@ class ChatTemplate:
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=add_generation_prompt, **names)
         except Exception as error:
-            raise _refusal(error) from None
+            raise _failure(error) from None
 
 
 class _Marks:
@@ -226,5 +226,8 @@ def _malformed(error: Exception) -> ChatTemplateError:
     return ChatTemplateError(f"the chat template does not compile{line}: {_one_line(error)}")
 
 
-def _refusal(error: Exception) -> ChatTemplateError:
-    return ChatTemplateError(f"the chat template failed on this conversation: {_one_line(error)}")
+def _failure(error: Exception) -> ChatTemplateError:
+    from engine.template_sandbox import Refused
+
+    verb = "refuses" if isinstance(error, Refused) else "failed on"
+    return ChatTemplateError(f"the chat template {verb} this conversation: {_one_line(error)}")

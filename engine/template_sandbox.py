@@ -3,7 +3,7 @@
 Templates come with a model, from elsewhere. jinja2's sandbox keeps them away from Python; here every render also has a
 budget, so that a template can neither loop for minutes nor fill the memory. Loop turns, calls, filters, operators,
 literals and output are counted with the size of what they make, and an operation that multiplies its operands is
-refused beforehand. What remains possible: a few seconds of work, and one operation that makes _MAX_PRODUCT characters.
+refused beforehand. What remains possible: about a second of work, and one operation that makes _MAX_PRODUCT characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-_BUDGET = 500_000  # units of work a render; a long chat needs some thousand
+_BUDGET = 250_000  # units of work a render; 800 messages of 1300 characters need 22 000
 _UNIT = 256  # characters, or items of a list, that count as one unit
 _MAX_PRODUCT = 50_000_000
 _MAX_NUMBER_BITS = 4096
@@ -41,6 +41,10 @@ class TooMuchWork(jinja2.TemplateError):
 
     def __init__(self) -> None:
         super().__init__("it does too much work")
+
+
+class Refused(jinja2.TemplateError):
+    """The template called raise_exception."""
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
@@ -129,9 +133,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return __self.counted(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if isinstance(getattr(value, "__self__", None), str) and _WIDE_FORMAT.search(value.__self__):
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and _WIDE_FORMAT.search(value.__self__):
             raise TooMuchWork
-        return super().wrap_str_format(value)
+        return wrapped
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same filter, counted. wraps() keeps jinja2's mark of what it passes as the first argument."""
@@ -233,7 +238,7 @@ class _GenerationTag(Extension):
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise Refused(message)
 
 
 def _to_json(

@@ -37,6 +37,7 @@ class Tokenizer:
         self._special = {token.content: id for id, token in added.items() if token.special}
         self._ordinary_added = {id: token.content for id, token in added.items() if not token.special}
         self._special_pattern = _any_of(token for token in added.values() if token.special)
+        self._any_case = re.compile(self._special_pattern.pattern, re.IGNORECASE) if self._special_pattern else None
         self._added_pattern = _any_of(added.values())
         self._to_bytes, self.strips_first_space = _piece_decoder(tokenizer)
         self._bytes: dict[int, bytes] = {}
@@ -104,8 +105,8 @@ class Tokenizer:
         return ids
 
     def find_special(self, text: str) -> list[tuple[int, int]]:
-        """(start, end) of every special token written in the text."""
-        return [match.span() for match in self._find_special(text)]
+        """(start, end) of every special token written in the text, in capital letters or small ones."""
+        return [match.span() for match in self._any_case.finditer(text)] if self._any_case else []
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
