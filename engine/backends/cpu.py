@@ -153,7 +153,7 @@ class CpuBackend:
         return replace(ledger, kv_read=ledger.kv_read // head * padded, kv_written=ledger.kv_written // head * padded)
 
     def profile(self, on: bool = True) -> dict[str, float]:
-        """Milliseconds per pass and phase since the clocks were last switched on; then set them on (from zero) or off."""
+        """Milliseconds per pass and phase since the clocks were switched on; then restart them, or switch them off."""
         sums = (ctypes.c_int64 * (len(native.PHASES) + 1))()
         self._library.flint_model_profile(self._open(), int(on), sums)
         passes = max(1, sums[len(native.PHASES)])
@@ -213,7 +213,7 @@ class CpuBackend:
             matrices = [model.matrix(f"layers.{i}.{name}") for name in MATRICES]
             norms: list[np.ndarray | None] = [
                 np.ascontiguousarray(model.vector(f"layers.{i}.{name}"))
-                if not name[0] in "qk" or self.config.qk_norm
+                if name[0] not in "qk" or self.config.qk_norm
                 else None
                 for name in NORMS
             ]
