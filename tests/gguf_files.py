@@ -118,7 +118,7 @@ def _permute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _metadata(config: ModelConfig, arch: str) -> dict[str, Any]:
-    tokens = [*SPECIAL_TOKENS, *byte_level_alphabet()]
+    tokens = [*SPECIAL_TOKENS, *byte_level_alphabet(), "he", "ll"]
     tokens += [f"<|unused_{i}|>" for i in range(len(tokens), config.vocab_size)]
     values: dict[str, Any] = {
         "block_count": config.num_layers,
