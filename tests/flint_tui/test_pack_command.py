@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -124,6 +125,23 @@ def test_a_killed_download_is_continued_by_the_next_run(fake: FakeHub, tmp_path:
     assert result.code == 0, result.stderr
     (request,) = fake.downloads("model.safetensors")
     assert request.range == f"bytes={1 << 17}-"
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing_packed(fake: FakeHub, tmp_path: Path) -> None:
+    release = threading.Event()
+    reached = threading.Event()
+    fake.slowly = lambda: (reached.set(), release.wait(60))
+    command = [sys.executable, "-m", "flint_tui.cli", "pack", REPO]
+    process = subprocess.Popen(
+        command, env=os.environ | online(fake), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert reached.wait(60)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    release.set()
+    assert (process.returncode, stdout) == (130, "")
+    assert "Traceback" not in stderr
+    assert not list(models_dir().rglob("*.safetensors"))
 
 
 def test_refusals_of_the_hub_exit_1_with_one_line(fake: FakeHub) -> None:
