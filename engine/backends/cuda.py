@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine.backends.base import ByteLedger, StepOutput, TokenBatch
 from engine.config import ModelConfig
-from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory, UnsupportedModel
+from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
 from engine.meter import step_ledger
 from engine.packed import PackedModel
 from engine.paths import cache_dir
@@ -78,7 +78,8 @@ class CudaBackend:
         context_size: positions of the KV cache; None takes the model's own, up to DEFAULT_CONTEXT and to what fits.
         progress: called with a line where something takes seconds (the first use compiles the kernels).
 
-        Raises BackendError (no GPU, an old driver, a torch without CUDA), DeviceOutOfMemory, UnsupportedModel.
+        Raises BackendError (no GPU, an old driver, a torch without CUDA, a shape the kernels do not know),
+        DeviceOutOfMemory.
         """
         gpu = find_gpu()
         try:
@@ -397,7 +398,7 @@ def _open(
             Module(driver, cubin.code),
         )
     except ValueError as error:
-        raise UnsupportedModel(f"The cuda backend does not decode this model: {error}", "Use --backend cpu.") from error
+        raise BackendError(f"The cuda backend does not decode this model: {error}", "Use --backend cpu.") from error
 
 
 def _fixed_bytes(model: PackedModel) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,13 @@ def gpu() -> Gpu:
     if not torch.cuda.is_available():
         pytest.skip(f"torch {torch.__version__} was built without CUDA")
     return found
+
+
+@pytest.fixture(scope="session")
+def packed_smollm2(request: pytest.FixtureRequest) -> Path:
+    """The packed directory of the real smollm2: FLINT_TEST_PACKED, else packed here."""
+    given = os.environ.get("FLINT_TEST_PACKED")
+    return Path(given) if given else request.getfixturevalue("smollm2")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,62 @@
+"""Re-tiling, run on the CPU, gives the bytes that are drawn: what the decode kernel streams and prefill reads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends.cuda import kernel_dims
+from engine.matrix import Storage
+from engine.tensors import tensor_shapes
+from kernels.cuda import plan
+from kernels.cuda.driver import Driver
+from kernels.cuda.megakernel import Megakernel
+from tests.fake_cuda import FakeLibcuda, emulator
+from tests.kernels.tiling import tiled
+from tests.synthetic import random_matrix, small_config
+
+SMS = 5
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        Storage("int4", 32),
+        Storage("int4", 64, symmetric=False),
+        Storage("int4", 128),
+        Storage("int8", 64),
+        Storage("bf16"),
+    ],
+    ids=str,
+)
+def test_retile(storage: Storage, monkeypatch: pytest.MonkeyPatch):
+    launch = emulator()
+    if launch is None:
+        pytest.skip("no g++ to run the kernels on the CPU")
+    config = small_config("mistral", hidden_size=384, head_dim=64, intermediate_size=8448, vocab_size=52, num_layers=2)
+    rng = np.random.default_rng(0)
+    matrices = {
+        name: random_matrix(name, *shape, storage, rng)
+        for name, shape in tensor_shapes(config).items()
+        if len(shape) == 2
+    }
+    vectors = {name: np.ones(shape) for name, shape in tensor_shapes(config).items() if len(shape) == 1}
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    # A Megakernel that only uploads: on the CPU, with a driver that runs retile.cu in fibers.
+    kernel: Any = object.__new__(Megakernel)
+    kernel._torch, kernel._device, kernel.dims = torch, torch.device("cpu"), kernel_dims(config)
+    kernel._driver = Driver(FakeLibcuda(sm_count=SMS, launch=launch))
+    kernel._gpu = kernel._driver.gpu()
+    kernel._cache = kernel._progress = None
+    kernel.phases = plan.phases_of(kernel.dims, matrices)
+    kernel.split = plan.split_tiles(kernel.phases, kernel.dims.layers, SMS)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
+    kernel._upload(matrices, vectors, config.rope_inverse_frequencies())
+    assert np.array_equal(kernel.tiled_weights.data.numpy(), tiled(kernel.dims, matrices, SMS).data.numpy())
