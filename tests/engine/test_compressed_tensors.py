@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.checkpoint import open_checkpoint
+from engine.checkpoint.compressed_tensors import PackedWeight
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
 from engine.matrix import Storage
@@ -136,6 +138,22 @@ def test_a_group_index_is_obeyed(tmp_path: Path) -> None:
         expected = (codes.reshape(128, 64).astype(np.float32) - 8) * scale[:, order]
         assert np.array_equal(checkpoint.read_float("layers.0.up"), expected)
         assert np.array_equal(checkpoint.read_float("layers.0.up", slice(5, 7)), expected[5:7])
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_what_the_library_itself_wrote_reads_as_it_reads_it(kind: str) -> None:
+    golden = json.loads((Path(__file__).parent / "golden" / "compressed_tensors.json").read_text())[kind]
+    stored = {
+        "weight_packed": np.array(golden["weight_packed"], np.int32),
+        "weight_scale": np.array(golden["weight_scale"], np.float32),
+    }
+    if golden["weight_zero_point"]:
+        stored["weight_zero_point"] = np.array(golden["weight_zero_point"], np.int32)
+    weight = PackedWeight(stored.get, 16, 64, "golden")
+    expected = np.array(golden["weight"], np.float32)
+    assert weight.exact  # its scales are multiples of 1/64
+    assert np.array_equal(weight.values(slice(None)), expected)
+    assert np.array_equal(dequantize(weight.matrix("m")), expected)
 
 
 @pytest.mark.parametrize(
