@@ -2,13 +2,14 @@
 
     python -m tests.gpu [--packed DIRECTORY] [--sanitizer] [--bench] [--out DIRECTORY] [-k EXPRESSION]
 
---packed: smollm2 as `flint pack` wrote it; runs its tests, and `flint chat` end to end. --sanitizer runs a tiny model under
-compute-sanitizer's memcheck and racecheck. --bench times the prefill. Exit code 1 if anything failed.
+--packed: smollm2 as `flint pack` wrote it; runs its tests, and `flint chat` end to end. --sanitizer runs a tiny model
+under compute-sanitizer's memcheck and racecheck. --bench times the prefill. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -45,6 +46,8 @@ def tests(packed: str | None, out: Path, expression: str | None) -> bool:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
     command += ["-k", expression] if expression else []
+    if importlib.util.find_spec("xdist"):  # most of the time is compiling, and that runs side by side
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
     command += [] if packed else ["--ignore=tests/gpu/test_smollm2.py"]
     environment = {"FLINT_TEST_PACKED": packed} if packed else {}
     good, output = run("pytest tests/gpu", command, MINUTES["tests"], **environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def packed_smollm2(request: pytest.FixtureRequest) -> Path:
     """The packed directory of the real smollm2: FLINT_TEST_PACKED, else packed here."""
     given = os.environ.get("FLINT_TEST_PACKED")
     return Path(given) if given else request.getfixturevalue("smollm2")
+
+
+@pytest.fixture(autouse=True)
+def _shared_kernels(monkeypatch: pytest.MonkeyPatch, _isolated_home: None) -> None:
+    """Compiled kernels outlive a test, a worker and a run: they are found by what they were made from."""
+    monkeypatch.setenv("FLINT_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"flint-gpu-tests-{os.getuid()}"))
 
 
 @pytest.fixture(autouse=True)
