@@ -16,11 +16,12 @@ from textual.binding import BindingType
 from textual.command import Provider
 from textual.filter import LineFilter, NoColor
 
+from engine.sampling import Sampling
 from flint_tui import themes
 from flint_tui.actions import ACTIONS, APP_ACTIONS, EXTRA_IDS
 from flint_tui.conversations import Conversation, ConversationStore
-from flint_tui.decode_thread import EngineThread, JobDone, OpenEngine
-from flint_tui.engine_door import ChatEngine, TurnOptions
+from flint_tui.decode_thread import EngineThread, JobDone
+from flint_tui.engine_door import ChatEngine, OpenEngine, TurnOptions
 from flint_tui.fd_guard import FdGuard
 from flint_tui.model_shelf import LocalShelf, PackJob, Shelf
 from flint_tui.session import Session
@@ -39,7 +40,8 @@ def _actions() -> type[Provider]:
 
 
 class FlintApp(App[None]):
-    """`open_engine` runs in the engine thread; tests give one that opens a fake."""
+    """open_engine: runs in the engine thread; tests give one that opens a fake. sampling: the model's -> what to use.
+    resume: a conversation's id or its beginning, "" for the newest; raises ConversationNotFound."""
 
     TITLE = "flint"
     CSS_PATH = "flint.tcss"
@@ -54,6 +56,7 @@ class FlintApp(App[None]):
         model: str | None = None,
         system: str = "",
         options: TurnOptions | None = None,
+        sampling: Callable[[Sampling], Sampling] | None = None,
         resume: str | None = None,
         store: ConversationStore | None = None,
         shelf: Shelf | None = None,
@@ -80,8 +83,10 @@ class FlintApp(App[None]):
         self.session.system = system
         if options is not None:
             self.session.options = options
+        self.sampling_for = sampling or (lambda default: default)
         self._model = model
-        self._resume = resume
+        if resume is not None:
+            self.session.open(self.store.find(resume))
         self._quit_asked = -QUIT_WINDOW_S
         self._jobs: dict[str, Callable[[JobDone], Any]] = {}
         for theme in (themes.DARK, themes.LIGHT):
@@ -108,8 +113,6 @@ class FlintApp(App[None]):
     def on_mount(self) -> None:
         from flint_tui.chat_screen import ChatScreen
 
-        if self._resume is not None:
-            self.session.open(self.store.find(self._resume))
         self.chat = ChatScreen(self.session)
         self.push_screen(self.chat)
         for problem in self._problems:
@@ -246,6 +249,7 @@ def run_app(options: ChatOptions) -> int:
             model=options.model,
             system=options.system or "",
             options=turn_options(options),
+            sampling=options.sampling,
             resume=options.resume,
         )
     )

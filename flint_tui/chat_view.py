@@ -38,7 +38,7 @@ class ChatView(Screen[None]):
     """Transcript, composer, status line, panels. What keys do is in chat_screen.py."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (36, "-tall")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-tiny"), (26, "-short"), (36, "-tall"), (40, "-high")]  # noqa: RUF012
     app: FlintApp  # type: ignore[assignment]
 
     def __init__(self, session: Session) -> None:
@@ -101,8 +101,8 @@ class ChatView(Screen[None]):
             self._show_tokens(tokens)
             tokens = []
             match outcome:
-                case Loading(model):
-                    self.engine_state = f"loading {model}" if model else "loading"
+                case Loading(text):
+                    self.engine_state = text
                     self.show_state()
                 case Loaded(facts):
                     self._loaded(facts)
@@ -189,6 +189,8 @@ class ChatView(Screen[None]):
             self.take_back_queue()
 
     def _loaded(self, facts: EngineFacts) -> None:
+        if self.facts is None or self.facts.identifier != facts.identifier:
+            self.session.options = replace(self.session.options, sampling=self.app.sampling_for(facts.sampling))
         self.facts = facts
         self.engine_state = ""
         self.session.model = facts.model

@@ -13,19 +13,21 @@ from queue import Empty, SimpleQueue
 
 from engine.errors import FlintError
 from engine.events import Event, Finished, Usage
-from flint_tui.engine_door import ChatEngine, ChatTurn, TurnOptions
+from flint_tui.engine_door import ChatEngine, ChatTurn, OpenEngine, TurnOptions
 from flint_tui.live import EngineFacts
 
 
 @dataclass(frozen=True)
 class Loading:
-    """An engine is being opened."""
+    """An engine is being opened; what is going on, in a few words."""
 
-    model: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Loaded:
+    """An engine is open, or its facts have changed."""
+
     facts: EngineFacts
 
 
@@ -55,7 +57,6 @@ class JobDone:
 
 Outcome = Loading | Loaded | LoadFailed | ReplyEvent | JobDone
 Job = Callable[[], None]
-OpenEngine = Callable[[str | None, Callable[[str], None]], ChatEngine]
 
 
 class EngineThread:
@@ -80,12 +81,12 @@ class EngineThread:
         """Open a model (None: the default), closing the one that is open."""
 
         def job() -> None:
-            self.outbox.put(Loading(model or ""))
+            self.outbox.put(Loading(f"loading {model}" if model else "loading"))
             try:
                 if self.engine is not None:
                     self.engine.close()
                     self.engine = None
-                self.engine = self._open_engine(model, lambda name: self.outbox.put(Loading(name)))
+                self.engine = self._open_engine(model, lambda text: self.outbox.put(Loading(text)))
                 self.outbox.put(Loaded(self.engine.facts))
             except Exception as error:  # whatever an engine raises must not end the app
                 self.outbox.put(LoadFailed(_one_line(error), getattr(error, "hint", "")))
@@ -101,11 +102,14 @@ class EngineThread:
             try:
                 if self.engine is None:
                     raise FlintError("No model is open", "choose one with the model switcher")
+                facts = self.engine.facts
                 for event in self.engine.reply(messages, options, cancel):
                     self.outbox.put(ReplyEvent(number, event))
                     finished = isinstance(event, Finished)
                 if not finished:
                     raise FlintError("The decoder stopped without saying why")
+                if self.engine.facts is not facts:
+                    self.outbox.put(Loaded(self.engine.facts))
             except Exception as error:
                 hint = getattr(error, "hint", "")
                 failed = Finished("error", Usage(0, 0, 0, 0.0, 0.0, 0.0, 0, 0), _one_line(error), hint)

@@ -9,10 +9,12 @@ from typing import Literal
 
 from engine.events import Finished, Prefilled, PrefillProgress, Tokens
 from engine.meter import Meter, Reading
+from engine.sampling import Sampling
 
 Mode = Literal["single", "speculative"]
 Phase = Literal["idle", "prefill", "decode"]
 NOTHING = Reading()
+GREEDY = Sampling()
 HISTORY = 60  # points of the sparkline
 
 
@@ -21,19 +23,21 @@ class EngineFacts:
     """What does not change while an engine is open.
 
     identifier: what opens the same model again. peak_gb_s: the bandwidth that 100 % MBU stands for; peak_source: what
-    that is. weight_bytes: read by every step.
-    verify_width: tokens that one pass verifies at about the price of one; 1: speculation never pays here.
+    that is. weight_bytes: read by every step. verify_width: tokens that one pass verifies at about the price of one
+    (1: speculation never pays here). sampling: what the model recommends.
     """
 
     model: str
     backend: str
     context_size: int
     identifier: str = ""
+    variant: str = ""
     weight_bytes: int = 0
     peak_gb_s: float | None = None
     peak_source: str = ""
     verify_width: int = 1
     gpu: bool = False
+    sampling: Sampling = GREEDY
 
 
 @dataclass(frozen=True)

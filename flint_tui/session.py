@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -103,6 +104,9 @@ class Session:
     def start_reply(self) -> RunningReply:
         """Decode an answer to the messages as they are."""
         self._replies += 1
+        if not self.options.fixed_seed:
+            sampling = replace(self.options.sampling, seed=secrets.randbits(63))
+            self.options = replace(self.options, sampling=sampling)
         self.live.start(self.options.mode)
         turns = self.turns()
         cancel = self.engine.reply(self._replies, turns, self.options)

@@ -22,7 +22,7 @@ FIELDS: tuple[tuple[str, type, str], ...] = (
     ("top_p", float, "keep this much mass; 1: off"),
     ("min_p", float, "share of the likeliest; 0: off"),
     ("repeat_penalty", float, "above 1 avoids repetition; 1: off"),
-    ("seed", int, "same seed, same answer"),
+    ("seed", int, "empty: another one each time"),
     ("max_tokens", int, "empty: up to the context"),
 )
 
@@ -43,7 +43,7 @@ class SamplingScreen(Dialog[TurnOptions]):
 
     def body(self) -> ComposeResult:
         for name, _, hint in FIELDS:
-            value = self.options.max_tokens if name == "max_tokens" else getattr(self.options.sampling, name)
+            value = self._value(name)
             with Horizontal(classes="field"):
                 yield Label(Content(name.replace("_", " ")), classes="field-name")
                 yield Input(
@@ -53,6 +53,13 @@ class SamplingScreen(Dialog[TurnOptions]):
                 )
                 yield Label(Content(hint), classes="field-hint")
         yield Static("", id="problem", markup=False)
+
+    def _value(self, name: str) -> float | int | None:
+        if name == "max_tokens":
+            return self.options.max_tokens
+        if name == "seed" and not self.options.fixed_seed:
+            return None
+        return getattr(self.options.sampling, name)
 
     def on_mount(self) -> None:
         self.query_one("#temperature").focus()
@@ -68,7 +75,7 @@ class SamplingScreen(Dialog[TurnOptions]):
         values: dict[str, float | int | None] = {}
         for name, kind, _ in FIELDS:
             text = self.query_one(f"#{name}", Input).value.strip()
-            if name == "max_tokens" and not text:
+            if name in ("max_tokens", "seed") and not text:
                 values[name] = None
                 continue
             try:
@@ -76,8 +83,10 @@ class SamplingScreen(Dialog[TurnOptions]):
             except ValueError:
                 what = "a whole number" if kind is int else "a number"
                 raise UsageError(f"{name.replace('_', ' ')} is {text!r}", f"it must be {what}") from None
-        max_tokens = values.pop("max_tokens")
+        max_tokens, seed = values.pop("max_tokens"), values.pop("seed")
+        if seed is not None:
+            values["seed"] = seed
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max tokens is {max_tokens}", "it must be 1 or more")
         sampling: Sampling = replace(self.options.sampling, **values)  # type: ignore[arg-type]
-        return replace(self.options, sampling=sampling, max_tokens=max_tokens)  # type: ignore[arg-type]
+        return replace(self.options, sampling=sampling, fixed_seed=seed is not None, max_tokens=max_tokens)  # type: ignore[arg-type]

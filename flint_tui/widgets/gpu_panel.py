@@ -16,13 +16,11 @@ class GpuPanel(Panel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.display = False
         self.nvml: GpuWatch | None = None
 
     def content(self, facts: EngineFacts, figures: Figures, last: dict[Mode, Figures]) -> list[Content]:
         if facts.gpu and self.nvml is None:
             self.nvml = GpuWatch()
-        self.display = facts.gpu
         return rows(self.nvml.reading) if self.nvml is not None and self.nvml.reading is not None else [self.heading()]
 
     def on_unmount(self) -> None:

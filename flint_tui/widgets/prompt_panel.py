@@ -10,21 +10,20 @@ from flint_tui.widgets.panel import PANEL_WIDTH, Panel
 
 
 class PromptPanel(Panel):
-    lines = 3
+    lines = 2
     title = "PREFILL"
 
     def content(self, facts: EngineFacts, figures: Figures, last: dict[Mode, Figures]) -> list[Content]:
         rate = figures.prefill_tok_s
         if figures.phase == "prefill" and figures.prefill_total:
             done, total = figures.prefill_done, figures.prefill_total
-            first = line_bar(done / total, PANEL_WIDTH)
-            second = Content.styled(f"{done:,} of {total:,} tokens", "$muted")
+            line = line_bar(done / total, PANEL_WIDTH)
+            right = Content.assemble((f"{done:,}", "bold"), (f" of {total:,} tokens", "$muted"))
         else:
-            tokens = f"{figures.prompt_tokens:,} tokens" if figures.prompt_tokens else ""
-            cached = f"{figures.cached_tokens:,} cached" if figures.cached_tokens else ""
-            first = sides(Content.styled(tokens, "$muted"), Content.styled(cached, "$muted"), PANEL_WIDTH)
-            second = sides(
-                Content.styled("first token", "$muted"), Content.styled(seconds(figures.ttft_s), "bold"), PANEL_WIDTH
-            )
-        right = Content.assemble((number(rate), "bold" if rate else "$muted"), (" tok/s", "$muted"))
-        return [self.heading(right), first, second]
+            read = figures.prompt_tokens - figures.cached_tokens
+            parts = [f"{read:,} tokens"] if figures.prompt_tokens else []
+            parts += [f"{figures.cached_tokens:,} cached"] if figures.cached_tokens else []
+            first = Content.assemble((seconds(figures.ttft_s), "bold"), (" first token", "$muted"))
+            line = sides(Content.styled(", ".join(parts), "$muted"), first if figures.ttft_s else "", PANEL_WIDTH)
+            right = Content.assemble((number(rate), "bold" if rate else "$muted"), (" tok/s", "$muted"))
+        return [self.heading(right), line]

@@ -27,5 +27,6 @@ class Sidebar(Vertical):
         yield GpuPanel()
 
     def show_figures(self, facts: EngineFacts, figures: Figures, last: dict[Mode, Figures]) -> None:
+        self.set_class(facts.gpu, "-gpu")
         for panel in self.query_children(Panel):
             panel.show(facts, figures, last)

@@ -72,7 +72,13 @@ class StatusLine(Horizontal):
         """The open model, or what is happening instead (loading, failed)."""
         parts: list[tuple[str, str]] = [("▲ ", "$accent"), ("flint", "bold")]
         if facts is not None:
-            parts += [("  ", ""), (facts.model, "$foreground"), ("  ", ""), (facts.backend, "$muted")]
+            parts += [
+                ("  ", ""),
+                (facts.model, "$foreground"),
+                (f" {facts.variant}", "$muted"),
+                ("  ", ""),
+                (facts.backend, "$muted"),
+            ]
         if state:
             parts += [("  ", ""), (state, "$warning")]
         self.query_one("#brand", StatusLabel).show(Content.assemble(*parts))

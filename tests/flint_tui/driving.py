@@ -51,7 +51,7 @@ async def running(
     engine = engine or FakeEngine()
     app = FlintApp(lambda model, say: engine, **options)
     try:
-        async with app.run_test(size=size) as pilot:
+        async with app.run_test(size=size, notifications=True) as pilot:
             await wait(pilot, lambda: hasattr(app, "chat") and app.chat.facts is not None, "the engine is loaded")
             await idle(pilot)
             yield app, pilot, engine

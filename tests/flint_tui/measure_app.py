@@ -37,8 +37,8 @@ def app(**options: Any) -> Iterator[tuple[Terminal, Path]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         home = options.pop("home", folder)
-        environment = {f"FLINT_{kind}_DIR": f"{home}/{kind}" for kind in ("DATA", "CONFIG", "CACHE")}
-        with fake_app({**options, "log": str(log)}, **environment) as terminal:
+        environment: dict[str, str] = {f"FLINT_{kind}_DIR": f"{home}/{kind}" for kind in ("DATA", "CONFIG", "CACHE")}
+        with fake_app({**options, "log": str(log)}, (120, 36), **environment) as terminal:
             yield terminal, log
 
 

@@ -210,7 +210,7 @@ async def test_a_model_that_cannot_be_opened_says_so_and_another_can_be_chosen()
 
     app = FlintApp(open_engine)
     try:
-        async with app.run_test(size=(100, 30)) as pilot:
+        async with app.run_test(size=(100, 30), notifications=True) as pilot:
             await wait(pilot, lambda: "No room for 9 GB of weights" in screen_text(app))
             assert "choose a smaller model" in screen_text(app)
             fail[0] = False

@@ -237,7 +237,7 @@ async def test_a_model_is_packed_inside_the_app_and_opened() -> None:
 
     app = FlintApp(open_engine, shelf=shelf)
     try:
-        async with app.run_test(size=(120, 36)) as pilot:
+        async with app.run_test(size=(120, 36), notifications=True) as pilot:
             await wait(pilot, lambda: app.chat.facts is not None)
             await open_models(app, pilot)
             assert "90.0 MB" in screen_text(app)
