@@ -99,6 +99,113 @@ def train(
     typer.echo(str(out))
 
 
+@draft.command("eval")
+def evaluate(
+    model: Model = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL of domain and text. Default: held-out prompts.")] = None,
+    drafter: Annotated[str, typer.Option(help="eagle, ngram, or auto: both in concert.")] = "eagle",
+    draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted in every step (K).")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each domain.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
+    seed: int = 0,
+    backend: str = "auto",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    true_context: Annotated[bool, typer.Option(help="Also score the finished replies in one pass (greedy).")] = True,
+    json_output: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    """Acceptance length and per-position rates by domain, with 95 % intervals: live, and in true context."""
+    import json
+
+    from engine.drafting.evaluate import summarise
+    from engine.drafting.live import answer, load_prompts
+    from engine.loading import ReplyOptions, open_engine
+    from engine.sampling import Sampling
+
+    chosen = load_prompts(prompts or _asset("prompts/heldout.jsonl"))
+    domains = list(dict.fromkeys(prompt.domain for prompt in chosen))
+    if limit is not None:
+        chosen = [prompt for domain in domains for prompt in [p for p in chosen if p.domain == domain][:limit]]
+    engine = open_engine(model, backend, threads, notify=lambda line: typer.echo(line, err=True))
+    options = ReplyOptions(
+        mode="speculative",
+        drafter=drafter,
+        sampling=Sampling(temperature=temperature, seed=seed),
+        max_tokens=max_tokens,
+        draft_tokens=draft_tokens,
+    )
+    answers = []
+    try:
+        with _progress("answering") as report:
+            for answered in answer(engine, chosen, options, draft_tokens):
+                answers.append(answered)
+                report(len(answers), len(chosen))
+    finally:
+        engine.close()
+    offline = {}
+    if true_context and drafter == "eagle" and temperature == 0:
+        offline = _true_context(engine.model, answers, draft_tokens)
+    rows = {}
+    for domain in [*domains, "all"]:
+        mine = [i for i, a in enumerate(answers) if domain in (a.domain, "all")]
+        live = summarise([answers[i].acceptance for i in mine])
+        rows[domain] = {
+            "acceptance_length": round(live.length, 4),
+            "interval_95": [round(live.low, 4), round(live.high, 4)],
+            "per_position": [round(rate, 4) for rate in live.per_position],
+            "verify_steps": live.steps,
+            "prompts": len(mine),
+            "draft_share": round(sum(answers[i].draft_s for i in mine) / sum(answers[i].decode_s for i in mine), 4),
+        }
+        if offline:
+            rows[domain]["true_context_length"] = round(summarise([offline[i] for i in mine]).length, 4)
+    if json_output:
+        head = {"model": engine.name, "backend": engine.backend.name, "drafter": drafter, "draft_tokens": draft_tokens}
+        typer.echo(json.dumps(head | {"temperature": temperature, "max_tokens": max_tokens, "domains": rows}))
+        return
+    _table(rows, f"{engine.name}, drafter {drafter}, K = {draft_tokens}, temperature {temperature:g}")
+
+
+def _true_context(model, answers, depth: int):
+    """Row -> Acceptance of the finished replies, scored in one pass each."""
+    import numpy as np
+
+    from engine.drafting.checkpoint import load_drafter
+    from engine.drafting.evaluate import true_context
+    from engine.loading import drafter_path
+
+    path = drafter_path(model)
+    assert path is not None
+    head, target = load_drafter(path, model), _target(model, "cpu")
+    scored = {}
+    for i, answered in enumerate(answers):
+        tokens = np.array([[*answered.prompt, *answered.reply]], dtype=np.uint32)
+        replies = np.arange(tokens.shape[1])[None] >= len(answered.prompt)
+        (scored[i],) = true_context(head, target, tokens, replies, depth)
+    return scored
+
+
+def _table(rows, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading in ("domain", "length", "95 %", "by position", "true ctx", "drafting", "prompts"):
+        table.add_column(heading, justify="left" if heading == "domain" else "right", no_wrap=True)
+    for domain, row in rows.items():
+        low, high = row["interval_95"]
+        table.add_row(
+            domain,
+            f"{row['acceptance_length']:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            " ".join(f"{rate:.2f}" for rate in row["per_position"]),
+            f"{row['true_context_length']:.2f}" if "true_context_length" in row else "-",
+            f"{row['draft_share']:.0%}",
+            str(row["prompts"]),
+        )
+    Console().print(table)
+
+
 def _open(model: str | None):
     from engine.chat_template import ChatTemplate
     from engine.loading import open_model
