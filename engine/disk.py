@@ -47,7 +47,8 @@ def disk_errors(folder: Path, what: str) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             where = error.filename or folder
             raise FlintError(
-                f"Cannot write {where}: {os.strerror(error.errno)}", "set FLINT_CACHE_DIR to a folder you may write"
+                f"Cannot write {where}: {os.strerror(error.errno)}",
+                "set FLINT_CACHE_DIR (downloads: HF_HOME) to a folder you may write",
             ) from error
         raise
 
