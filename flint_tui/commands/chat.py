@@ -15,8 +15,6 @@ import typer.core
 if TYPE_CHECKING:
     from flint_tui.options import ChatOptions
 
-INTERRUPTED = 130
-
 
 class Mode(StrEnum):
     single = "single"
@@ -121,11 +119,7 @@ def chat(
         raise typer.Exit(run_app(options))
     from flint_tui.one_shot import answer
 
-    try:
-        code = answer(options)
-    except KeyboardInterrupt:  # while loading; typer would make it exit code 1
-        code = INTERRUPTED
-    raise typer.Exit(code)
+    raise typer.Exit(answer(options))
 
 
 def _check(options: ChatOptions) -> None:
