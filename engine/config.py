@@ -116,8 +116,8 @@ class ModelConfig:
             if not 1 <= getattr(self, name) <= limit:
                 _refuse(name, f"{getattr(self, name)} is not between 1 and {limit}")
         for name in _POSITIVE:
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                _refuse(name, f"{getattr(self, name)} is not a positive number")
+            if not _plausible(getattr(self, name)):
+                _refuse(name, f"{getattr(self, name)} is not a plausible positive number")
         if self.num_heads % self.num_kv_heads:
             _refuse("num_kv_heads", f"{self.num_kv_heads} does not divide {self.num_heads} heads")
         if self.head_dim % 2:
@@ -221,15 +221,20 @@ def _refuse(name: str, problem: str) -> None:
     raise CheckpointError(f"{name}: {problem}")
 
 
+def _plausible(number: float) -> bool:
+    """Far inside float32's range, so that no product of a few of them leaves it; false for NaN."""
+    return 1e-12 <= number <= 1e12
+
+
 def _check_scaling(scaling: Llama3RopeScaling | RopeDivisors | None, head_dim: int) -> None:
     match scaling:
         case RopeDivisors(divisors):
             if len(divisors) != head_dim // 2:
                 _refuse("rope_scaling", f"{len(divisors)} divisors for {head_dim // 2} frequencies")
-            if not all(math.isfinite(d) and d > 0 for d in divisors):
-                _refuse("rope_scaling", "a divisor is not a positive number")
+            if not all(map(_plausible, divisors)):
+                _refuse("rope_scaling", "a divisor is not a plausible positive number")
         case Llama3RopeScaling(factor, low, high, original):
-            if not (all(map(math.isfinite, (factor, low, high))) and factor >= 1 and 0 < low < high and original > 0):
+            if not (all(map(_plausible, (factor, low, high, original))) and factor >= 1 and low < high):
                 _refuse("rope_scaling", "llama3 scaling needs factor >= 1, 0 < low_freq_factor < high_freq_factor")
 
 

@@ -32,7 +32,7 @@ from engine.manifest import (
     Source,
     check_file_name,
 )
-from engine.matrix import Matrix, Storage
+from engine.matrix import Matrix, Storage, all_finite
 from engine.safetensors_file import DTYPES, header
 from engine.tensors import tensor_shapes
 
@@ -103,9 +103,8 @@ class PackedWriter:
         shape = self._next(matrix.name)
         if (matrix.n, matrix.k) != shape or matrix.storage != self.storage[matrix.name]:
             raise ValueError(f"{matrix.name}: {matrix.storage} [{matrix.n}, {matrix.k}] is not what was planned")
-        for half in matrix.arrays()[1:]:
-            if not np.isfinite(half).all():
-                raise CheckpointError(f"{matrix.name}: a scale is not finite")
+        if not matrix.is_finite():
+            raise CheckpointError(f"{matrix.name}: contains a value that is not finite")
         for (part, (dtype, part_shape)), array in zip(
             matrix.storage.parts(matrix.name, *shape).items(), matrix.arrays(), strict=True
         ):
@@ -114,7 +113,7 @@ class PackedWriter:
     def add_vector(self, name: str, values: np.ndarray) -> None:
         """Append the next norm, float32 [n], finite."""
         shape = self._next(name)
-        if not np.isfinite(values).all():
+        if not all_finite(values):
             raise CheckpointError(f"{name}: contains a value that is not finite")
         self._append(name, "F32", shape, values)
 

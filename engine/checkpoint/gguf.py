@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from engine.checkpoint.gguf_config import config_from_gguf
 from engine.checkpoint.gguf_file import GgufFile
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import Matrix, Storage
+from engine.matrix import Matrix, Storage, all_finite
+from engine.quantize import dequantize
 from engine.tensors import tensor_shapes
 
 _TOP = {"token_embd.weight": "embed", "output_norm.weight": "final_norm", "output.weight": "head"}
@@ -63,20 +65,15 @@ class GgufCheckpoint(Checkpoint):
         return self._type(name) not in ("F32", "F16", "BF16")
 
     def read_matrix(self, name: str) -> Matrix | None:
-        storage = self.storage(name)
-        if storage is None:
-            return None
-        rows = self._rows(name, slice(None))
-        matrix = repack(name, self._type(name), rows)
-        for half in matrix.arrays()[1:]:
-            if not np.isfinite(half).all():
-                raise CheckpointError(f"{self._where}: {self._source[name]}: a scale is not finite")
-        return matrix
+        return None if self.storage(name) is None else self._repack(name, slice(None))
 
     def read_float(self, name: str, rows: slice | None = None) -> np.ndarray:
-        values = dequantize_rows(self._type(name), self._rows(name, rows or slice(None)))
-        if not np.isfinite(values).all():
-            raise CheckpointError(f"{self._where}: {self._source[name]}: contains a value that is not finite")
+        rows = rows or slice(None)
+        if self.storage(name) is not None and self.exact(name):
+            return dequantize(self._repack(name, rows))
+        values = dequantize_rows(self._type(name), self._rows(name, rows))
+        if not all_finite(values):
+            self._fail_finite(name)
         return values if len(self.shape(name)) == 2 else values[0]
 
     def close(self) -> None:
@@ -86,6 +83,15 @@ class GgufCheckpoint(Checkpoint):
 
     def _type(self, name: str) -> str:
         return self._file.tensors[self._source[name]].type
+
+    def _repack(self, name: str, rows: slice) -> Matrix:
+        matrix = repack(name, self._type(name), self._rows(name, rows))
+        if not matrix.is_finite():
+            self._fail_finite(name)
+        return matrix
+
+    def _fail_finite(self, name: str) -> NoReturn:
+        raise CheckpointError(f"{self._where}: {self._source[name]}: contains a value that is not finite")
 
     def _rows(self, name: str, rows: slice) -> np.ndarray:
         """The stored bytes of some rows, in the canonical row order."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.checkpoint.gguf_file import BLOCKS
 from engine.matrix import Matrix, Storage
-from engine.quantize import dequantize, each_chunk, from_bf16
+from engine.quantize import each_chunk
 
 # Types whose codes the packed format holds as they are. Q4_K's products d sc and dmin m are rounded to fp16.
 STORAGE = {
@@ -52,16 +52,12 @@ def repack(name: str, type_name: str, rows: np.ndarray) -> Matrix:
 
 
 def dequantize_rows(type_name: str, rows: np.ndarray) -> np.ndarray:
-    """Stored rows, uint8 [n, bytes] -> float32 [n, k]."""
+    """Stored rows, uint8 [n, bytes], of any type in BLOCKS -> float32 [n, k]."""
     match type_name:
         case "F32":
             return np.ascontiguousarray(rows).view("<f4")
         case "F16":
             return np.ascontiguousarray(rows).view("<f2").astype(np.float32)
-        case "BF16":
-            return from_bf16(np.ascontiguousarray(rows).view("<u2"))
-        case "Q4_0" | "Q4_1" | "Q8_0":
-            return dequantize(repack("", type_name, rows))
     import gguf
 
     kind = gguf.GGMLQuantizationType[type_name]

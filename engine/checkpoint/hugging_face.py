@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from engine.checkpoint.compressed_tensors import SUFFIXES, PackedWeight, check_q
 from engine.checkpoint.hf_config import config_from_hf
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import Matrix, Storage
+from engine.matrix import Matrix, Storage, all_finite
 from engine.quantize import from_bf16
 from engine.safetensors_file import SafetensorsFile
 from engine.strict_json import Record, parse_object
@@ -83,15 +83,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         storage = self.storage(name)
         if storage is None:
             return None
-        if self.quantized(name):
-            matrix = self._packed(name).matrix(name)
-            self._require_finite(name, matrix.arrays()[1:])
-            return matrix
-        bits = self._array(f"{self._module[name]}.weight")
-        if ((bits & np.uint16(0x7F80)) == 0x7F80).any():
-            self._fail(name, "contains a value that is not finite")
-        n, k = self.shape(name)
-        return Matrix(name, "bf16", n, k, 0, bits, None, None)
+        matrix = self._packed(name).matrix(name) if self.quantized(name) else self._bf16(name)
+        if not matrix.is_finite():
+            self._fail_finite(name)
+        return matrix
 
     def read_float(self, name: str, rows: slice | None = None) -> np.ndarray:
         rows = rows or slice(None)
@@ -100,7 +95,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         else:
             stored = self._array(f"{self._module[name]}.weight")[rows]
             values = from_bf16(stored) if stored.dtype == np.uint16 else stored.astype(np.float32)
-        self._require_finite(name, [values])
+        if not all_finite(values):
+            self._fail_finite(name)
         return values
 
     def close(self) -> None:
@@ -170,12 +166,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             if name not in expected:
                 raise CheckpointError(f"{self.directory}: {module}: not a tensor of this {self.config.family} model")
 
-    def _require_finite(self, name: str, arrays: list[np.ndarray]) -> None:
-        if not all(np.isfinite(array).all() for array in arrays):
-            self._fail(name, "contains a value that is not finite")
+    def _bf16(self, name: str) -> Matrix:
+        n, k = self.shape(name)
+        return Matrix(name, "bf16", n, k, 0, self._array(f"{self._module[name]}.weight"), None, None)
 
-    def _fail(self, name: str, problem: str) -> None:
-        raise CheckpointError(f"{self.directory}: {self._module[name]}: {problem}")
+    def _fail_finite(self, name: str) -> NoReturn:
+        raise CheckpointError(f"{self.directory}: {self._module[name]}: contains a value that is not finite")
 
 
 def open_folder(folder: Path) -> HuggingFaceCheckpoint:
