@@ -13,7 +13,7 @@ namespace flint {
 // Up to `rows` token vectors, quantised per block of 32 channels to two int8 digits, block by block so that one weight
 // block meets all tokens in a row:
 //
-//     x = scale * (coarse + fine / 256)        q[block][row] = | 32 coarse digits | 32 fine digits |
+//     x = scale * (256 coarse + fine)        q[block][row] = | 32 coarse digits | 32 fine digits |
 //
 // One digit alone is what most engines use; on smollm2 it costs a KL divergence of 0.01 and 3 % of the logits' norm,
 // mostly through the outlier channels of the attention input. Both digits leave 0.05 %, and while a pass waits for

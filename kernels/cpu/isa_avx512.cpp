@@ -13,7 +13,7 @@ bool supports_avx512_vnni();
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kFewRows = 8;
+constexpr int kParts = kTileRows / kLanes;
 typedef __m512 Vec;
 typedef int32_t IntVec __attribute__((vector_size(kLanes * 4)));
 
@@ -26,6 +26,17 @@ inline void float_to_half(const Vec& v, uint16_t* p) {
 }
 
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+inline float sum(Vec v) { return _mm512_reduce_add_ps(v); }
+
+inline float peak(Vec v) { return _mm512_reduce_max_ps(v); }
+
+inline void narrow(const IntVec* v, int8_t* out) {
+    for (int i = 0; i < 2; ++i) {
+        const __m128i bytes = _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(v[i]));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * i), bytes);
+    }
+}
 
 // Four bytes, or two 16-bit values, to all rows.
 inline __m512i broadcast(const int8_t* x) {
@@ -40,25 +51,37 @@ struct Int4 {
         __m512i w[8];  // w[j]: channels 4 j .. 4 j + 3 of 16 rows, unsigned bytes
     };
 
-    static inline Block load(const uint8_t* block, int) {
+    static inline void load(const uint8_t* block, Block* out) {
         const __m512i low = _mm512_set1_epi8(15);
-        Block out;
         for (int j = 0; j < 4; ++j) {
             const __m512i pairs = _mm512_loadu_si512(block + 64 * j);
-            out.w[j] = _mm512_and_si512(pairs, low);
-            out.w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low);
+            out->w[j] = _mm512_and_si512(pairs, low);
+            out->w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low);
         }
-        return out;
     }
 
-    static inline IntVec dot(const Block& block, const int8_t* x) {
-        __m512i coarse = _mm512_setzero_si512(), fine = _mm512_setzero_si512();
+    template <int kTokens>
+    static inline void dot(const Block& block, const int8_t* x, IntVec (*out)[kParts]) {
+        __m512i coarse[kTokens], fine[kTokens];
+        for (int token = 0; token < kTokens; ++token) coarse[token] = fine[token] = _mm512_setzero_si512();
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
-            coarse = _mm512_dpbusd_epi32(coarse, block.w[j], broadcast(x + 4 * j));
-            fine = _mm512_dpbusd_epi32(fine, block.w[j], broadcast(x + kBlock + 4 * j));
+#pragma GCC unroll 4
+            for (int token = 0; token < kTokens; ++token) {
+                const int8_t* channels = x + token * 2 * kBlock + 4 * j;
+                coarse[token] = _mm512_dpbusd_epi32(coarse[token], block.w[j], broadcast(channels));
+                fine[token] = _mm512_dpbusd_epi32(fine[token], block.w[j], broadcast(channels + kBlock));
+            }
         }
-        return reinterpret_cast<IntVec>(_mm512_add_epi32(_mm512_slli_epi32(coarse, 8), fine));
+        for (int token = 0; token < kTokens; ++token) {
+            out[token][0] = reinterpret_cast<IntVec>(_mm512_add_epi32(_mm512_slli_epi32(coarse[token], 8), fine[token]));
+        }
+    }
+
+    static inline void dot_one(const uint8_t* block, const int8_t* x, IntVec* out) {
+        Block unpacked;
+        load(block, &unpacked);
+        dot<1>(unpacked, x, reinterpret_cast<IntVec(*)[kParts]>(out));
     }
 };
 
@@ -66,25 +89,39 @@ struct Int4 {
 struct Int8 {
     static constexpr bool kWide = true;
     struct Block {
-        __m512i w[8];
+        __m512i w[16];  // w[2 j]: channels 4 j and 4 j + 2 of 16 rows in 16 bits, w[2 j + 1]: the odd ones
     };
 
-    static inline Block load(const uint8_t* block, int) {
-        Block out;
-        for (int j = 0; j < 8; ++j) out.w[j] = _mm512_loadu_si512(block + 64 * j);
-        return out;
+    static inline void load(const uint8_t* block, Block* out) {
+        for (int j = 0; j < 8; ++j) {
+            const __m512i bytes = _mm512_loadu_si512(block + 64 * j);
+            out->w[2 * j] = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8);
+            out->w[2 * j + 1] = _mm512_srai_epi16(bytes, 8);
+        }
     }
 
-    static inline IntVec dot(const Block& block, const int8_t* x) {
-        __m512i even = _mm512_setzero_si512(), odd = _mm512_setzero_si512();
+    template <int kTokens>
+    static inline void dot(const Block& block, const int8_t* x, IntVec (*out)[kParts]) {
+        __m512i even[kTokens], odd[kTokens];
+        for (int token = 0; token < kTokens; ++token) even[token] = odd[token] = _mm512_setzero_si512();
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
-            const __m512i w = block.w[j];
-            const __m512i channels02 = _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8), channels13 = _mm512_srai_epi16(w, 8);
-            even = _mm512_dpwssd_epi32(even, channels02, broadcast(x + 8 * j));
-            odd = _mm512_dpwssd_epi32(odd, channels13, broadcast(x + 8 * j + 4));
+#pragma GCC unroll 4
+            for (int token = 0; token < kTokens; ++token) {
+                const int8_t* channels = x + token * 2 * kBlock + 8 * j;
+                even[token] = _mm512_dpwssd_epi32(even[token], block.w[2 * j], broadcast(channels));
+                odd[token] = _mm512_dpwssd_epi32(odd[token], block.w[2 * j + 1], broadcast(channels + 4));
+            }
         }
-        return reinterpret_cast<IntVec>(_mm512_add_epi32(even, odd));
+        for (int token = 0; token < kTokens; ++token) {
+            out[token][0] = reinterpret_cast<IntVec>(_mm512_add_epi32(even[token], odd[token]));
+        }
+    }
+
+    static inline void dot_one(const uint8_t* block, const int8_t* x, IntVec* out) {
+        Block unpacked;
+        load(block, &unpacked);
+        dot<1>(unpacked, x, reinterpret_cast<IntVec(*)[kParts]>(out));
     }
 };
 

@@ -3,16 +3,19 @@
 // The including isa_*.cpp defines, before including this file and inside an anonymous namespace (so that no copy
 // compiled for one processor can be linked into another's table):
 //
-//     kLanes                      floats per vector, a divisor of 16
-//     kFewRows                    tokens (at most 8) for which the accumulators are worth keeping in registers
+//     kLanes                      floats per vector, a divisor of 16; kParts = 16 / kLanes vectors hold a tile's rows
 //     Vec, IntVec                 GCC/Clang vectors of kLanes floats and 32-bit integers
 //     Vec half_to_float(const uint16_t*)              kLanes fp16 values
 //     void float_to_half(const Vec&, uint16_t*)
-//     struct Int4 / Int8 { struct Block; static Block load(const uint8_t* block, int part);
-//                          static IntVec dot(const Block&, const int8_t* x); static constexpr bool kWide; }
-//         a block's rows [part * kLanes, ...): the sums over its 32 channels of weight times (256 coarse + fine); x are
-//         the two digits of Activations::q, or with kWide the 16-bit values of Activations::wide (64 bytes either way)
+//     float sum(Vec), float peak(Vec)                 over the lanes
+//     void narrow(const IntVec*, int8_t*)             32 integers in [-128, 127] to bytes
 //     void prefetch(const void*)
+//     struct Int4, Int8           a block of 16 rows and 32 channels, ready to be multiplied:
+//         struct Block; static void load(const uint8_t* block, Block*)
+//         template <int kTokens> static void dot(const Block&, const int8_t* x, IntVec (*out)[kParts])
+//             kTokens = 1..4; out[token][part] = sum over the channels of weight * (256 coarse + fine); x is 64 bytes per
+//             token: the two digits of Activations::q, or where kWide the 16-bit values of Activations::wide
+//         static void dot_one(const uint8_t* block, const int8_t* x, IntVec* out)    load and dot of a single token
 //
 // Results do not depend on how many tokens are processed together: each (weight row, token) pair goes through the same
 // operations in the same order in every variant below.
@@ -26,7 +29,6 @@
 namespace flint {
 namespace {
 
-constexpr int kParts = kTileRows / kLanes;
 constexpr int kPrefetchBytes = 4096;  // ahead of the weight stream
 
 typedef float VecUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
@@ -41,24 +43,6 @@ inline Vec select(IntVec mask, Vec yes, Vec no) {
 inline Vec larger(Vec a, Vec b) { return select(a > b, a, b); }
 inline Vec smaller(Vec a, Vec b) { return select(a < b, a, b); }
 inline Vec magnitude(Vec v) { return reinterpret_cast<Vec>(reinterpret_cast<IntVec>(v) & 0x7fffffff); }
-
-inline float sum(Vec v) {
-    float lanes[kLanes];
-    store(lanes, v);
-    for (int width = kLanes / 2; width; width /= 2) {
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    }
-    return lanes[0];
-}
-
-inline float peak(Vec v) {
-    float lanes[kLanes];
-    store(lanes, v);
-    for (int width = kLanes / 2; width; width /= 2) {
-        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    }
-    return lanes[0];
-}
 
 // Nearest integer of |v| < 2^22, ties to even, as a float and in the low bits of `bits`.
 inline Vec round_even(Vec v, IntVec* bits) {
@@ -88,118 +72,118 @@ inline Vec exponential(Vec v) {
 // ---------------------------------------------------------------------------------------------- matrix times tokens
 
 constexpr int kDigits = 2 * kBlock;  // bytes of q, or of wide, per block and token
+constexpr int kTokenGroup = 4;       // tokens that share the load of a weight vector
 
 template <class Weights>
 inline const int8_t* digits(const Activations& x) {
     return Weights::kWide ? reinterpret_cast<const int8_t*>(x.wide) : x.q;
 }
 
+// What a group's blocks share. Symmetric int4 is w = q * scale + minimum with minimum = -8 scale.
 template <Format kFormat>
-inline void load_header(const uint8_t* header, Vec* scale, Vec* minimum) {
-    const uint16_t* half = reinterpret_cast<const uint16_t*>(header);
-    for (int part = 0; part < kParts; ++part) {
-        scale[part] = half_to_float(half + part * kLanes) * (1.0f / 256);  // the digits' sums come 256-fold
-        if (kFormat == kInt4Min) minimum[part] = half_to_float(half + kTileRows + part * kLanes);
-        if (kFormat == kInt4) minimum[part] = scale[part] * (-8.0f * 256);
-    }
-}
+struct Header {
+    Vec scale[kParts], minimum[kParts];
 
-// total += a block's part of the product with one token.
-template <class Weights, Format kFormat>
-inline void accumulate(const typename Weights::Block& block, const int8_t* q, Vec scale, Vec minimum, float x_scale,
-                       float x_sum, Vec* total) {
-    *total += __builtin_convertvector(Weights::dot(block, q), Vec) * (scale * x_scale);
-    if (kFormat != kInt8) *total += minimum * x_sum;
-}
+    inline void load(const uint8_t* header) {
+        const uint16_t* half = reinterpret_cast<const uint16_t*>(header);
+        for (int part = 0; part < kParts; ++part) {
+            scale[part] = half_to_float(half + part * kLanes);
+            if (kFormat == kInt4Min) minimum[part] = half_to_float(half + kTileRows + part * kLanes);
+            if (kFormat == kInt4) minimum[part] = scale[part] * -8.0f;
+        }
+    }
+
+    inline Vec add(Vec total, IntVec dot, int part, float x_scale, float x_sum) const {
+        total += __builtin_convertvector(dot, Vec) * (scale[part] * x_scale);
+        if (kFormat != kInt8) total += minimum[part] * x_sum;
+        return total;
+    }
+};
 
 template <int kBytes>
 inline void prefetch_ahead(const uint8_t* p) {
     for (int i = 0; i < kBytes; i += 64) prefetch(p + kPrefetchBytes + i);
 }
 
-// kRows tokens known at compile time: the accumulators live in registers.
-template <class Weights, Format kFormat, int kRows>
-void matmul_few(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
-    Vec total[kRows][kParts] = {};
+template <class Weights, Format kFormat>
+void matmul_one(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
+    Vec total[kParts] = {};
+    Header<kFormat> header;
     const int8_t* q = digits<Weights>(x);
-    const float* x_scale = x.scale;
-    const float* x_sum = x.sum;
-    const int groups = shape.groups();
-    for (int g = 0; g < groups; ++g) {
-        Vec scale[kParts], minimum[kParts];
-        load_header<kFormat>(p, scale, minimum);
-        p += header_bytes(kFormat);
-        for (int b = 0; b < shape.group_blocks; ++b) {
-            prefetch_ahead<block_bytes(kFormat)>(p);
-#pragma GCC unroll 4
-            for (int part = 0; part < kParts; ++part) {
-                const typename Weights::Block block = Weights::load(p, part);
-#pragma GCC unroll 8
-                for (int row = 0; row < kRows; ++row) {
-                    accumulate<Weights, kFormat>(block, q + row * kDigits, scale[part], minimum[part], x_scale[row],
-                                                 x_sum[row], &total[row][part]);
-                }
-            }
-            p += block_bytes(kFormat);
-            q += kRows * kDigits;
-            x_scale += kRows;
-            x_sum += kRows;
+    const int blocks = shape.blocks();
+    for (int b = 0, left = 0; b < blocks; ++b, --left, q += kDigits) {
+        if (left == 0) {
+            header.load(p);
+            p += header_bytes(kFormat);
+            left = shape.group_blocks;
         }
+        prefetch_ahead<block_bytes(kFormat)>(p);
+        IntVec dot[kParts];
+        Weights::dot_one(p, q, dot);
+        for (int part = 0; part < kParts; ++part) {
+            total[part] = header.add(total[part], dot[part], part, x.scale[b], x.sum[b]);
+        }
+        p += block_bytes(kFormat);
     }
-    for (int row = 0; row < kRows; ++row) {
-        for (int part = 0; part < kParts; ++part) store(out + row * kTileRows + part * kLanes, total[row][part]);
+    for (int part = 0; part < kParts; ++part) store(out + part * kLanes, total[part]);
+}
+
+// kTokens tokens meet a block; their running sums are in `out`.
+template <class Weights, Format kFormat, int kTokens>
+inline void add_tokens(const typename Weights::Block& block, const Header<kFormat>& header, const int8_t* q,
+                       const float* x_scale, const float* x_sum, float* out) {
+    IntVec dot[kTokens][kParts];
+    Weights::template dot<kTokens>(block, q, dot);
+    for (int token = 0; token < kTokens; ++token) {
+        for (int part = 0; part < kParts; ++part) {
+            float* total = out + token * kTileRows + part * kLanes;
+            store(total, header.add(load(total), dot[token][part], part, x_scale[token], x_sum[token]));
+        }
     }
 }
 
-// Any number of tokens: the accumulators live in `out`, each weight block is unpacked once and meets all tokens.
+// Each weight block is unpacked once and meets all tokens, four at a time.
 template <class Weights, Format kFormat>
 void matmul_many(const uint8_t* p, const Tiles& shape, const Activations& x, float* out) {
     const int rows = x.rows;
     memset(out, 0, sizeof(float) * rows * kTileRows);
+    Header<kFormat> header;
+    typename Weights::Block block;
     const int8_t* q = digits<Weights>(x);
     const float* x_scale = x.scale;
     const float* x_sum = x.sum;
-    const int groups = shape.groups();
-    for (int g = 0; g < groups; ++g) {
-        Vec scale[kParts], minimum[kParts];
-        load_header<kFormat>(p, scale, minimum);
-        p += header_bytes(kFormat);
-        for (int b = 0; b < shape.group_blocks; ++b) {
-            prefetch_ahead<block_bytes(kFormat)>(p);
-            for (int part = 0; part < kParts; ++part) {
-                const typename Weights::Block block = Weights::load(p, part);
-                const Vec part_scale = scale[part], part_minimum = minimum[part];
-                float* total = out + part * kLanes;
-                for (int row = 0; row < rows; ++row, total += kTileRows) {
-                    Vec sum_so_far = load(total);
-                    accumulate<Weights, kFormat>(block, q + row * kDigits, part_scale, part_minimum, x_scale[row],
-                                                 x_sum[row], &sum_so_far);
-                    store(total, sum_so_far);
-                }
-            }
-            p += block_bytes(kFormat);
-            q += rows * kDigits;
-            x_scale += rows;
-            x_sum += rows;
+    const int blocks = shape.blocks();
+    for (int b = 0, left = 0; b < blocks; ++b, --left) {
+        if (left == 0) {
+            header.load(p);
+            p += header_bytes(kFormat);
+            left = shape.group_blocks;
         }
-    }
-}
-
-// The variant for x.rows tokens: registers up to kFewRows, memory beyond.
-template <class Weights, Format kFormat, int kRows>
-void matmul_from(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out) {
-    if constexpr (kRows == 0) {
-        matmul_many<Weights, kFormat>(tile, shape, x, out);
-    } else if (x.rows == kRows) {
-        matmul_few<Weights, kFormat, kRows>(tile, shape, x, out);
-    } else {
-        matmul_from<Weights, kFormat, kRows - 1>(tile, shape, x, out);
+        prefetch_ahead<block_bytes(kFormat)>(p);
+        Weights::load(p, &block);
+        p += block_bytes(kFormat);
+        int row = 0;
+        for (; row + kTokenGroup <= rows; row += kTokenGroup) {
+            add_tokens<Weights, kFormat, kTokenGroup>(block, header, q + row * kDigits, x_scale + row, x_sum + row,
+                                                      out + row * kTileRows);
+        }
+        const int8_t* rest = q + row * kDigits;
+        float* rest_out = out + row * kTileRows;
+        switch (rows - row) {
+            case 3: add_tokens<Weights, kFormat, 3>(block, header, rest, x_scale + row, x_sum + row, rest_out); break;
+            case 2: add_tokens<Weights, kFormat, 2>(block, header, rest, x_scale + row, x_sum + row, rest_out); break;
+            case 1: add_tokens<Weights, kFormat, 1>(block, header, rest, x_scale + row, x_sum + row, rest_out); break;
+            default: break;
+        }
+        q += rows * kDigits;
+        x_scale += rows;
+        x_sum += rows;
     }
 }
 
 template <class Weights, Format kFormat>
 void matmul(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out) {
-    matmul_from<Weights, kFormat, kFewRows>(tile, shape, x, out);
+    (x.rows == 1 ? matmul_one<Weights, kFormat> : matmul_many<Weights, kFormat>)(tile, shape, x, out);
 }
 
 // bf16 weights times exact activations. Even and odd channels accumulate apart: a 32-bit lane holds one of each, and
@@ -266,23 +250,26 @@ inline void quantize_block(const float* x, Activations* out, size_t slot) {
     }
     const float amax = peak(largest);
     const float inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
-    const float scale = amax / 127.0f;
-    int32_t coarse[kBlock], fine[kBlock];
+    const float scale = amax * (1.0f / (127 * 256));
+    IntVec coarse[kSteps], fine[kSteps];
     for (int i = 0; i < kSteps; ++i) {
         const Vec scaled = v[i] * inverse;
-        IntVec bits;
-        const Vec whole = round_even(scaled, &bits);
-        memcpy(coarse + i * kLanes, &bits, sizeof bits);
-        const Vec rest = round_even(larger(smaller((scaled - whole) * 256.0f, splat(127.0f)), splat(-127.0f)), &bits);
-        memcpy(fine + i * kLanes, &bits, sizeof bits);
-        total += whole + rest * (1.0f / 256);
+        const Vec whole = round_even(scaled, &coarse[i]);
+        // The rest is within half a step, so at most 128 in size, where 127 has to do.
+        const Vec rest = round_even(larger(smaller((scaled - whole) * 256.0f, splat(127.0f)), splat(-127.0f)), &fine[i]);
+        total += whole * 256.0f + rest;
     }
     int8_t* q = out->q + slot * kDigits;
-    for (int i = 0; i < kBlock; ++i) q[i] = static_cast<int8_t>(coarse[i]);
-    for (int i = 0; i < kBlock; ++i) q[kBlock + i] = static_cast<int8_t>(fine[i]);
+    narrow(coarse, q);
+    narrow(fine, q + kBlock);
     if (out->wide) {
         int16_t* wide = out->wide + slot * kBlock;
-        for (int i = 0; i < kBlock; ++i) wide[i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4)] = 256 * coarse[i] + fine[i];
+        for (int i = 0; i < kBlock; i += 4) {
+            wide[i] = 256 * q[i] + q[kBlock + i];
+            wide[i + 1] = 256 * q[i + 2] + q[kBlock + i + 2];
+            wide[i + 2] = 256 * q[i + 1] + q[kBlock + i + 1];
+            wide[i + 3] = 256 * q[i + 3] + q[kBlock + i + 3];
+        }
     }
     out->scale[slot] = scale;
     out->sum[slot] = scale * sum(total);
@@ -369,12 +356,11 @@ inline void multiply_16(const float* a, int a_stride, const uint16_t* b, int b_s
 
 inline void multiply_rows(int rows, const float* a, int a_stride, const uint16_t* b, int b_stride, int depth, float* c,
                           int c_stride) {
-    for (; rows >= 6; rows -= 6, a += 6 * a_stride, c += 6 * c_stride) {
-        multiply_16<6>(a, a_stride, b, b_stride, depth, c, c_stride);
+    // Four rows: eight AVX2 accumulators are just enough to hide the multiply-add's latency, and gcc spills with six rows.
+    for (; rows >= 4; rows -= 4, a += 4 * a_stride, c += 4 * c_stride) {
+        multiply_16<4>(a, a_stride, b, b_stride, depth, c, c_stride);
     }
     switch (rows) {
-        case 5: return multiply_16<5>(a, a_stride, b, b_stride, depth, c, c_stride);
-        case 4: return multiply_16<4>(a, a_stride, b, b_stride, depth, c, c_stride);
         case 3: return multiply_16<3>(a, a_stride, b, b_stride, depth, c, c_stride);
         case 2: return multiply_16<2>(a, a_stride, b, b_stride, depth, c, c_stride);
         case 1: return multiply_16<1>(a, a_stride, b, b_stride, depth, c, c_stride);
