@@ -47,7 +47,7 @@ def streaming_bandwidth(seen_gb_s: float = 0.0) -> Bandwidth:
     """
     threads = default_threads()
     method = "native" if _native_is_ready() else "numpy"
-    key = f"{_processor()}, {threads} threads, {method}"
+    key = f"{processor()}, {threads} threads, {method}"
     known, times = _load(key)
     if known is not None and (seen_gb_s <= known.gb_s or times >= MAX_MEASUREMENTS):
         return known
@@ -114,7 +114,7 @@ def _buffer_bytes() -> int:
     return min(wanted, (physical_memory() or MAX_BUFFER_BYTES) // 4)
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's model name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():

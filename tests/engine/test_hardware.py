@@ -50,7 +50,7 @@ def test_another_processor_or_thread_count_is_another_figure(measured, monkeypat
     streaming_bandwidth()
     monkeypatch.setattr(hardware, "default_threads", lambda: 1)
     assert streaming_bandwidth() == Bandwidth(14.0, "measured streaming read, 1 thread")
-    monkeypatch.setattr(hardware, "_processor", lambda: "another")
+    monkeypatch.setattr(hardware, "processor", lambda: "another")
     assert streaming_bandwidth().gb_s == 12.0
     assert len(json.loads((cache_dir() / hardware.FILE_NAME).read_text())) == 3
 
