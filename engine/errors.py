@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 
+_LONGEST = 1000  # characters
+
+
 class FlintError(Exception):
     """A known failure. `str(error)` is one line; `hint` says what to do about it.
 
@@ -63,5 +66,7 @@ class UsageError(FlintError):
 
 
 def printable(text: str) -> str:
-    """The text as one line that cannot control a terminal."""
+    """The text as one line, of a length that fits a screen, that cannot control a terminal."""
+    if len(text) > _LONGEST:  # a corrupt file may hold a name of megabytes
+        text = text[: _LONGEST // 2] + " ... " + text[-_LONGEST // 2 :]
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -32,7 +32,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "U8": np.dtype("u1"),
 }
 _ALIGNMENT = 64  # the data starts on a cache line
-_MAX_HEADER = 32 << 20  # a header of a real model is under 1 MB; parsed JSON takes ~10x its text
+_MAX_HEADER = 8 << 20  # a header of a real model is under 1 MB; parsed JSON can take 30 times its text
 _MAX_DIMS = 8
 
 

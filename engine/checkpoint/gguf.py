@@ -33,7 +33,7 @@ _LAYER = {
     "ffn_up": "up",
     "ffn_down": "down",
 }
-_BLOCK = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"
 # llama.cpp's converter reorders the rows of Q and K for its interleaved RoPE in these architectures only.
 _PERMUTED = ("llama", "granite")
@@ -46,6 +46,11 @@ class GgufCheckpoint(Checkpoint):
         self._file = GgufFile(path)
         self._where = str(path)
         self.metadata = self._file.metadata
+        if self.metadata.get("split.count", 1) not in (0, 1):
+            raise UnsupportedModel(
+                f"{path}: one part of a split GGUF is not supported",
+                hint="join the parts with `llama-gguf-split --merge`",
+            )
         self.directory = None
         self._source = {canonical: name for name in self._file.tensors if (canonical := self._canonical(name))}
         self.config = self._config()

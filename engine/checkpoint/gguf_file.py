@@ -42,11 +42,12 @@ BLOCKS = {
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K"}
 _TYPES |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16"}
 
-# Sanity limits; a real model has about 30 pairs, 400 tensors, 300,000 merges and 10 MB of metadata.
+# Sanity limits; a real model has about 30 pairs, 400 tensors, 300,000 merges and 10 MB of metadata. Python objects
+# take up to six times the metadata's bytes.
 _MAX_PAIRS = 1 << 12
 _MAX_TENSORS = 1 << 15
 _MAX_ELEMENTS = 1 << 22
-_MAX_METADATA = 256 << 20
+_MAX_METADATA = 64 << 20
 _MAX_KEY = 1 << 10
 _MAX_DIMS = 4
 

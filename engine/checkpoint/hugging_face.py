@@ -21,7 +21,7 @@ from engine.tensors import tensor_shapes
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MAX_JSON = 64 << 20
+_MAX_JSON = 8 << 20  # the index of a 400B model is under 1 MB
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -39,7 +39,7 @@ _LAYER = {
     "mlp.up_proj": "up",
     "mlp.down_proj": "down",
 }
-_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,4})\.(.+)")
+_LAYER_NAME = re.compile(r"model\.layers\.(0|[1-9]\d{0,3})\.(.+)")
 _IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # a buffer that old exports carry
 _FUSED = ("qkv_proj", "gate_up_proj", "W_pack", "query_key_value")
 

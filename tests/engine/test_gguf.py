@@ -180,6 +180,20 @@ def test_tensors_that_flint_does_not_decode_are_named(tmp_path: Path, name: str,
     assert name in str(error.value)
 
 
+def test_a_part_of_a_split_file_says_how_to_join_it(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", small_config("llama", rope_scaling=None), metadata={"split.count": 3})
+    with pytest.raises(UnsupportedModel, match="split GGUF") as error:
+        open_checkpoint(tmp_path / "m.gguf")
+    assert "--merge" in error.value.hint
+
+
+def test_two_spellings_of_one_layer_are_refused(tmp_path: Path) -> None:
+    config = small_config("llama", rope_scaling=None)
+    write_gguf(tmp_path / "m.gguf", config, extra={"blk.00.attn_norm.weight": np.ones(64)})
+    with pytest.raises(UnsupportedModel, match=r"blk\.00\.attn_norm"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", small_config("llama", rope_scaling=None), leave_out=("layers.1.up",))
     with pytest.raises(CheckpointError, match=r"missing tensor layers\.1\.up"):

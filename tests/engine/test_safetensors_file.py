@@ -56,6 +56,23 @@ MALFORMED = {
 }
 
 
+def test_a_name_of_megabytes_does_not_fill_the_screen(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(file_of({"t" * 3_000_000: 7}))
+    with pytest.raises(CheckpointError, match=r"m\.safetensors") as error:
+        SafetensorsFile(path)
+    assert len(str(error.value)) < 1100
+
+
+def test_many_repeated_keys_are_found_at_once(tmp_path: Path) -> None:
+    """A search that looked at every pair of keys would take minutes."""
+    path = tmp_path / "m.safetensors"
+    keys = ",".join(f'"{i}":0' for i in range(300_000))
+    path.write_bytes(file_of(f'{{{keys},"299999":1}}'.encode()))
+    with pytest.raises(CheckpointError, match="duplicate key '299999'"):
+        SafetensorsFile(path)
+
+
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_files_give_one_line_naming_the_file(tmp_path: Path, case: str) -> None:
     path = tmp_path / "bad.safetensors"
