@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kernels.cuda.prefill import Prefill
 
 DEFAULT_CONTEXT = 32768  # positions, where the model allows and memory has room
-COLUMNS = 8  # tokens that one pass of the megakernel takes
-MEGAKERNEL_TOKENS = 4 * COLUMNS  # longer steps run as prefill: four passes take about as long as one dequantisation
+COLUMNS = 8  # most tokens that one pass of the megakernel takes
+PASSES = 4  # longer steps run as prefill: this many passes take about as long as dequantising the model once
 POLL_SECONDS = 0.001  # between looks into pinned memory; the kernel does not notice
 WATCHDOG_SECONDS = 10.0  # without a token; the slowest known one (8B in bf16, 128k positions) takes 0.05
 CANCEL_SECONDS = 2.0  # that a cancelled kernel may take to end
@@ -51,12 +51,20 @@ class CudaBackend:
     """One model on one GPU. One caller at a time; a stream's `cancel` may come from any thread."""
 
     name = "cuda"
-    verify_width = COLUMNS
 
     def __init__(
-        self, config: ModelConfig, gpu: Gpu, megakernel: Megakernel, prefill: Prefill, *, context_size: int
+        self,
+        config: ModelConfig,
+        gpu: Gpu,
+        megakernel: Megakernel,
+        prefill: Prefill,
+        *,
+        context_size: int,
+        columns: int = COLUMNS,
     ) -> None:
-        """Over an opened megakernel and prefill, whose caches hold `context_size` positions."""
+        """Over an opened megakernel and prefill, whose cache holds `context_size` positions. columns: the most tokens
+        of one pass that this model and GPU allow."""
+        self.verify_width = columns
         self.config, self.context_size, self.gpu = config, context_size, gpu
         self.description = f"cuda {gpu.name}"
         self._megakernel: Megakernel | None = megakernel
@@ -94,7 +102,7 @@ class CudaBackend:
         config, driver = model.config, Driver()
         context_size = _fitting_context(model, context_size, driver.memory()[0])
         try:
-            megakernel, prefill = _open(model, gpu, driver, context_size, progress)
+            megakernel, prefill, columns = _open(model, gpu, driver, context_size, progress)
         except torch.OutOfMemoryError:
             raise _out_of_memory(model, context_size, driver.memory()[0]) from None
         except CudaError as error:
@@ -105,7 +113,7 @@ class CudaBackend:
             raise BackendError(
                 f"The CUDA kernels cannot be built: {error}", "Run: pip install 'flint[cuda]'"
             ) from error
-        return cls(config, gpu, megakernel, prefill, context_size=context_size)
+        return cls(config, gpu, megakernel, prefill, context_size=context_size, columns=columns)
 
     @property
     def position(self) -> int:
@@ -125,7 +133,7 @@ class CudaBackend:
         if end > self.context_size:
             raise ContextOverflow(f"{end} tokens do not fit the context of {self.context_size}")
         with self._failures():
-            if len(tokens) > MEGAKERNEL_TOKENS:
+            if len(tokens) > PASSES * self.verify_width:
                 output = self._run_prefill(tokens, logits, features)
             else:
                 output = self._run_passes(tokens, logits, features)
@@ -200,20 +208,20 @@ class CudaBackend:
     # --- one step -------------------------------------------------------------------------------------------------
 
     def _run_passes(self, tokens: Sequence[int], logits: Literal["all", "last"], features: Sequence[int]) -> StepOutput:
-        """Up to COLUMNS tokens a pass of the megakernel."""
+        """Up to verify_width tokens a pass of the megakernel."""
         import torch
 
-        megakernel = self._check_open()
+        megakernel, width = self._check_open(), self.verify_width
         rows: list[torch.Tensor] = []
         taken: dict[int, list[torch.Tensor]] = {layer: [] for layer in features}
-        for first in range(0, len(tokens), COLUMNS):
-            part = tokens[first : first + COLUMNS]
+        for first in range(0, len(tokens), width):
+            part = tokens[first : first + width]
             out, found = megakernel.step(
                 part, self._position + first, all_logits=logits == "all", features=sorted(features)
             )
-            rows.append(out.clone() if len(tokens) > COLUMNS else out)
+            rows.append(out)
             for layer, tensor in found.items():
-                taken[layer].append(tensor.clone() if len(tokens) > COLUMNS else tensor)
+                taken[layer].append(tensor)
         kept = rows if logits == "all" else rows[-1:]
         return StepOutput(
             torch.cat(kept).cpu().numpy(), {layer: torch.cat(parts).cpu().numpy() for layer, parts in taken.items()}
@@ -356,7 +364,7 @@ def kernel_dims(config: ModelConfig) -> KernelDims:
 
 def _open(
     model: PackedModel, gpu: Gpu, driver: Driver, context_size: int, progress: Callable[[str], None] | None
-) -> tuple[Megakernel, Prefill]:
+) -> tuple[Megakernel, Prefill, int]:
     import numpy as np
     import torch
 
@@ -381,6 +389,9 @@ def _open(
             cubin_cache=cache,
             progress=progress,
         )
+        columns = max(megakernel.widths())
+        for width in {1, columns}:
+            megakernel.report(width)  # compiles now, not in the middle of the first reply
         cubin = compile_cubin(
             SOURCE,
             arch=architecture(gpu.capability),
@@ -389,7 +400,7 @@ def _open(
             progress=progress,
         )
         embed = matrices["embed"]
-        return megakernel, Prefill(
+        opened = Prefill(
             dims,
             megakernel.tiled_weights,
             EmbeddingTable(format_of(embed), embed.group, *megakernel.embedding),
@@ -397,6 +408,7 @@ def _open(
             torch.from_numpy(frequencies).cuda(),
             Module(driver, cubin.code),
         )
+        return megakernel, opened, columns
     except ValueError as error:
         raise BackendError(f"The cuda backend does not decode this model: {error}", "Use --backend cpu.") from error
 

@@ -170,10 +170,8 @@ def time_attention(dims: KernelDims, queries: int, keys: int) -> None:
         except RuntimeError as error:
             print(f"  {name} {queries} x {keys}: {str(error).splitlines()[0]}")
     if len(outputs) == 2:
-        apart = [
-            (a.float().flatten() - b.float().flatten()).norm() / a.float().norm()
-            for a, b in zip(*outputs, strict=False)
-        ][:2]
+        pairs = zip(*(output[:2] for output in outputs), strict=True)
+        apart = [float((a.float().flatten() - b.float().flatten()).norm() / a.float().norm()) for a, b in pairs]
         print(f"  apart: output {apart[0]:.1e}, logsumexp {apart[1]:.1e}")
 
 

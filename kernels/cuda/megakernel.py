@@ -241,6 +241,21 @@ class Megakernel:
         total["embed"] = int(sum(_nbytes(a) for a in self._embed if a is not None)) // d.vocab
         return total
 
+    def widths(self) -> list[int]:
+        """Which M of 1, 2, 4 and 8 (up to `columns`) fit this GPU's shared memory; a step takes the next wider one.
+
+        Raises Unsupported where not even one token fits."""
+        found: list[int] = []
+        for columns in (1, 2, 4, 8):
+            try:
+                if columns <= self.columns:
+                    self._plan(columns)
+                    found.append(columns)
+            except Unsupported:
+                if not found:
+                    raise
+        return found
+
     @property
     def tiled_weights(self) -> TiledWeights:
         """The weights as the kernel streams them, for other kernels to read."""
@@ -358,17 +373,7 @@ class Megakernel:
 
     def _kernel(self, columns: int) -> tuple[Kernel, Plan]:
         if columns not in self._kernels:
-            gpu = self._gpu
-            plan = planning.make_plan(
-                self.dims,
-                self.phases,
-                self.split,
-                gpu.sm_count,
-                gpu.shared_per_block,
-                columns,
-                self._matrices_embed,
-                self._tuning,
-            )
+            gpu, plan = self._gpu, self._plan(columns)
             cubin = compile_cubin(
                 CUDA_DIRECTORY / "megakernel.cu",
                 arch=architecture(gpu.capability),
@@ -384,6 +389,18 @@ class Megakernel:
             self._kernels[columns] = kernel, plan
             self._reports = getattr(self, "_reports", {}) | {columns: cubin.report("megakernel")}
         return self._kernels[columns]
+
+    def _plan(self, columns: int) -> Plan:
+        return planning.make_plan(
+            self.dims,
+            self.phases,
+            self.split,
+            self._gpu.sm_count,
+            self._gpu.shared_per_block,
+            columns,
+            self._matrices_embed,
+            self._tuning,
+        )
 
     def _parameters(self, plan: Plan) -> _Parameters:
         torch, p = self._torch, _Parameters()

@@ -16,7 +16,7 @@ import torch
 
 from engine.backends import cuda
 from engine.backends.base import WholeLoop
-from engine.backends.cuda import COLUMNS, MEGAKERNEL_TOKENS, CudaBackend, find_gpu
+from engine.backends.cuda import COLUMNS, PASSES, CudaBackend, find_gpu
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
 from engine.packed import PackedModel
 from engine.sampling import Sampling
@@ -130,8 +130,18 @@ def test_short_steps_run_in_passes_of_the_megakernel(backend: CudaBackend, megak
     assert last.logits.argmax() == 8
 
 
+def test_a_gpu_with_little_shared_memory_takes_narrower_passes(megakernel: FakeMegakernel):
+    gpu, prefill = Driver(FakeLibcuda()).gpu(), FakePrefill()
+    narrow = CudaBackend(CONFIG, gpu, megakernel, prefill, context_size=100, columns=2)  # type: ignore[arg-type]
+    assert narrow.verify_width == 2
+    narrow.step([1, 2, 3])
+    assert megakernel.calls == [(2, 0), (1, 2)]
+    narrow.step([1] * (2 * PASSES + 1))
+    assert len(prefill.calls) == 1
+
+
 def test_long_steps_run_as_prefill(backend: CudaBackend, megakernel: FakeMegakernel):
-    tokens = [3] * (MEGAKERNEL_TOKENS + 1)
+    tokens = [3] * (PASSES * COLUMNS + 1)
     backend.step([9])
     output = backend.step(tokens, logits="last", features=[1])
     assert backend._prefill.calls == [(len(tokens), 1, "last")]  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from engine.backends.cuda import MEGAKERNEL_TOKENS, CudaBackend
+from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
 from engine.matrix import Storage
 from engine.packed import PackedModel
 from engine.sampling import Sampling
@@ -19,8 +19,8 @@ def main() -> None:
     config = small_config("qwen3", hidden_size=256, num_layers=1, head_dim=64, intermediate_size=512, vocab_size=1000)
     model = RandomModel(config, Storage("int4", 32, symmetric=False), seed=1)
     backend = CudaBackend.from_packed(cast(PackedModel, model), context_size=128)
-    backend.step(list(range(MEGAKERNEL_TOKENS + 5)), features=[0, 1])
-    backend.step(list(range(MEGAKERNEL_TOKENS + 3)), logits="last")
+    backend.step(list(range(PASSES * COLUMNS + 5)), features=[0, 1])
+    backend.step(list(range(PASSES * COLUMNS + 3)), logits="last")
     for width in (1, 2, 4, 8):
         backend.step(list(range(width)), features=[1])
     history = [1, 2, 3]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.cuda import MEGAKERNEL_TOKENS, CudaBackend
+from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
 from engine.errors import ContextOverflow, DeviceOutOfMemory
 from engine.matrix import Storage
 from engine.packed import PackedModel
@@ -19,7 +19,7 @@ from tests.gpu.models import SHAPES, RandomModel, adopt_cache, config_of, relati
 from tests.synthetic import small_config
 
 TOLERANCE = 3e-3  # relative, of logits and features
-PROMPT = MEGAKERNEL_TOKENS + 68  # long enough to run as prefill; ends inside a block of 16 positions
+PROMPT = PASSES * COLUMNS + 68  # long enough to run as prefill; ends inside a block of 16 positions
 
 Opener = Callable[..., CudaBackend]
 
