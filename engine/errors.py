@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 _LONGEST = 1000  # characters
 
 
