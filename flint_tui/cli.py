@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from flint_tui.commands import chat, draft, models, pack
+from flint_tui.commands import bench, chat, draft, models, pack, roofline
 
 app = typer.Typer(
     name="flint",
@@ -43,10 +43,12 @@ def flint(
     """Options before any command."""
 
 
+bench.register(app)
 chat.register(app)
 draft.register(app)
 pack.register(app)
 models.register(app)
+roofline.register(app)
 
 
 def report(error: BaseException) -> int:

@@ -1,0 +1,70 @@
+"""`flint bench`: what it prints where, on a scripted backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.hardware import Bandwidth
+from tests.fake_backend import FakeLoopBackend
+from tests.fake_bench import fake_engine
+from tests.flint_tui.command_line import flint
+
+
+@pytest.fixture(autouse=True)
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What `open_engine` opens."""
+    opened = fake_engine(tmp_path, FakeLoopBackend(context_size=4096, chunk=512))
+    monkeypatch.setattr("engine.loading.open_engine", lambda *arguments, **named: opened)
+    monkeypatch.setattr("engine.loading.streaming_bandwidth", lambda seen: Bandwidth(0.0002, "measured, by nobody"))
+    monkeypatch.setattr("engine.bench.conditions.busy_note", lambda: None)
+    return opened
+
+
+def test_quick_is_the_default_and_names_what_it_measured_against() -> None:
+    result = flint("bench", "--json")
+    assert result.code == 0, result.stderr
+    out = json.loads(result.stdout)
+    assert (out["bench"], out["model"], out["backend"]) == ("quick", "scripted", "fake")
+    assert (out["peak_gb_s"], out["peak_source"]) == (0.0002, "measured, by nobody")
+    assert out["ledger"] == {"head": 1000}
+    tests = [row["test"] for row in out["rows"]]
+    assert tests[0].startswith("prefill ")
+    assert tests[1:] == ["single pass", "speculative"]
+    single = out["rows"][1]
+    assert single["avg_ts"] == pytest.approx(100.0)  # the fake's clock
+    assert single["mbu"] == pytest.approx(single["bandwidth_gb_s"] / 0.0002)
+
+
+def test_the_panel_fits_eighty_columns_and_the_result_is_kept_for_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flint_tui.bench_quick import BenchStore
+
+    monkeypatch.setenv("COLUMNS", "80")
+    result = flint("bench", "quick", "--mode", "single")
+    assert result.code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert {len(line) for line in lines} == {80}
+    assert "…" not in result.stdout
+    assert any("single pass" in line and "100.0 ± 0.0" in line and "MBU" not in line for line in lines)
+    assert any("of at most" in line for line in lines)
+    assert "speculative" not in result.stdout
+    (kept,) = BenchStore().all()
+    assert [row.test for row in kept.rows][1:] == ["single pass"]
+
+
+def test_decode_prints_rows(engine) -> None:
+    result = flint("bench", "decode", "-p", "64", "-n", "16", "-d", "0,32", "-r", "2", "-o", "jsonl")
+    assert result.code == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["test"] for row in rows] == ["pp64", "tg16", "pp64 @ d32", "tg16 @ d32"]
+    assert all(len(row["samples_ts"]) == 2 for row in rows)
+    assert rows[1]["avg_ts"] == pytest.approx(100.0)
+    assert "| scripted" in flint("bench", "decode", "-p", "8", "-n", "4", "-r", "1").stdout
+
+
+def test_bad_options_are_usage_errors(engine) -> None:
+    result = flint("bench", "decode", "-n", "many")
+    assert (result.code, result.error[:11]) == (2, "-n 'many' i")
+    assert flint("bench", "decode", "-d", "100000").code == 2
