@@ -115,6 +115,8 @@ class FlintApp(App[None]):
 
         self.chat = ChatScreen(self.session)
         self.push_screen(self.chat)
+        # After `fg` the terminal shows the shell's text: everything is painted again.
+        self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         for problem in self._problems:
             self.notify(f"{problem}\n{problem.hint}", title="Settings", severity="error", markup=False)
         self.call_after_refresh(self.load_model, self._model)

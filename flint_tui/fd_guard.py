@@ -38,12 +38,13 @@ class FdGuard:
         sys.stdout.flush()
         sys.stderr.flush()
         saved = {1: os.dup(1), 2: os.dup(2)}
-        original = sys.__stderr__
+        streams = sys.__stdout__, sys.__stderr__
         read_end, write_end = os.pipe()
         self.terminal = os.fdopen(os.dup(saved[2]), "w", encoding="utf-8", errors="replace")
         reader = threading.Thread(target=self._read, args=(read_end,), name="flint-log", daemon=True)
         try:
-            sys.__stderr__ = self.terminal  # type: ignore[misc]  # Textual's driver draws on it
+            # Textual's driver draws on the one and asks the other for the terminal's size.
+            sys.__stdout__ = sys.__stderr__ = self.terminal  # type: ignore[misc]
             os.dup2(write_end, 1)
             os.dup2(write_end, 2)
             os.close(write_end)
@@ -54,7 +55,7 @@ class FdGuard:
             for descriptor, copy in saved.items():
                 os.dup2(copy, descriptor)
                 os.close(copy)
-            sys.__stderr__ = original  # type: ignore[misc]
+            sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
             reader.join(0.2)  # a child that still holds the pipe must not delay quitting
 
     def _read(self, read_end: int) -> None:

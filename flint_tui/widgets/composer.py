@@ -46,6 +46,8 @@ class Composer(TextArea):
         self._at = 0  # index into `past`; len(past) is the draft
         self._draft = ""
 
+        self.cursor_blink = False  # nothing on the screen moves while nothing happens
+
     def set_history(self, prompts: list[str]) -> None:
         self.past = [p for i, p in enumerate(prompts) if i == 0 or p != prompts[i - 1]]
         self._at = len(self.past)

@@ -20,9 +20,11 @@ class SpeedPanel(Panel):
         text = "-" if rate is None else f"{rate:.0f}" if rate >= 100 else f"{rate:.1f}"
         style = "bold $accent" if figures.phase == "decode" else "bold $foreground" if rate else "$faint"
         per_token = f"{seconds_per_token(rate)}" if rate else ""
-        what = {"idle": "whole reply" if rate else "", "prefill": "reading the prompt", "decode": "last second"}[
-            figures.phase
-        ]
+        what = {
+            "idle": "whole reply" if rate else "",
+            "prefill": "reading the prompt" if facts.model else "waiting for the model",
+            "decode": "last second",
+        }[figures.phase]
         return [
             self.heading(Content.styled("tok/s", "$muted")),
             *(Content.styled(row, style) for row in big(text)),

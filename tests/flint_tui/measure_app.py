@@ -23,7 +23,7 @@ from flint_tui.engine_door import TurnOptions
 from tests.flint_tui.run_fake import PacedEngine
 from tests.flint_tui.terminal import Terminal, fake_app
 
-READY = "Ask anything"
+READY = "sk anything"  # the cursor stands on the first letter
 SECONDS = 8.0
 
 

@@ -2,9 +2,10 @@
 
     python -m tests.flint_tui.run_fake '{"rate": 600, "tokens": 3000}'
 
-Options: rate (tokens per second, 0 as fast as it goes), tokens per reply, prefill_s and load_s (blocking native work,
-which does not look at the cancel flag), noise (write to descriptors 1 and 2 as a C library would), words (the script),
-resume, log (a file that gets one JSON object a line: what happened, and when on the system's monotonic clock).
+Options: rate (tokens per second, 0 as fast as it goes), tokens per reply, words (the script), prefill_s and load_s
+(native work that does not look at the cancel flag), packing (a model can be packed, which never ends), noise (write to
+descriptors 1 and 2 as a C library would), resume, log (a file that gets one JSON object a line: what happened, and when
+on the system's monotonic clock).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from engine.events import Event, Finished, Prefilled, Tokens, Usage
+from engine.progress import Progress
 from flint_tui.engine_door import ChatTurn, TurnOptions
+from flint_tui.model_shelf import Model
 from tests.flint_tui.fake_engine import FACTS
 
 WORDS = ("flint", " strikes", " steel", ",", " a", " spark", " falls", " on", " tinder", ".\n\n")
@@ -58,6 +61,8 @@ class PacedEngine:
             yield Tokens((done,), self.words[done % len(self.words)], now - last, 84_000_000, steps=int(done > 0))
             last = now
             done += 1
+            if done % 20 == 0:
+                self.log("progress", tokens=done)
         reason = "cancelled" if cancel.is_set() else "stop"
         self.log("reply", started=started, first=first, last=last, tokens=done, reason=reason)
         yield Finished(reason, Usage(8, done, 0, 0.001, 0.001, last - first, max(0, done - 1), done * 84_000_000))
@@ -67,6 +72,18 @@ class PacedEngine:
 
     def close(self) -> None:
         pass
+
+
+class EndlessShelf:
+    """One model whose packing does not look at the cancel flag."""
+
+    def models(self) -> list[Model]:
+        return [Model("endless", "endless", "3 B", 6_000_000_000, False)]
+
+    def pack(self, identifier: str, report: Callable[[Progress], None], cancel: threading.Event) -> str:
+        report(Progress("download", "file", 1, 2))
+        time.sleep(600)
+        return identifier
 
 
 def main() -> int:
@@ -85,7 +102,8 @@ def main() -> int:
 
     from flint_tui.app import FlintApp, run
 
-    code = run(FlintApp(open_engine, resume=options.get("resume")))
+    shelf = EndlessShelf() if options.get("packing") else None
+    code = run(FlintApp(open_engine, resume=options.get("resume"), shelf=shelf))
     log("ended")
     return code
 
