@@ -59,10 +59,11 @@ class Workload:
 class Ceiling:
     """One precision of the weights on one machine, batch 1 where nothing else is said.
 
-    flop_per_byte: of the weights alone. tok_s: with an empty KV cache; tok_s_context: at the roofline's context.
+    flop_per_byte: of the weights alone. tok_s: with an empty KV cache; tok_s_context: at the roofline's context. Both
+    are the memory's limit, or that of the arithmetic where a known one is lower.
     kv_equals_weights: positions at which the KV cache is as many bytes as the weights. batch_at_ridge: sequences at
     once from which on arithmetic is the limit, at the roofline's context (None: never, KV traffic caps the intensity
-    below the ridge point; or the ridge point is not known). flop_per_byte_limit: that cap, for ever larger batches; None
+    below the ridge point; or that point is not known). flop_per_byte_limit: that cap, for ever larger batches; None
     without context.
     """
 
@@ -161,14 +162,15 @@ def roofline(load: Workload, machine: Machine, context: int) -> Roofline:
 def _ceiling(precision: str, weight_bytes: float, load: Workload, machine: Machine, context: int) -> Ceiling:
     kv = load.kv_per_position * context
     bytes_s = machine.gb_s * 1e9
+    arithmetic = math.inf if machine.tflops is None else machine.tflops * 1e12 / (2 * load.weights)
     bytes_per_weight = weight_bytes / load.weights
     return Ceiling(
         precision=precision,
         bytes_per_weight=bytes_per_weight,
         weight_bytes=round(weight_bytes),
         flop_per_byte=intensity(bytes_per_weight),
-        tok_s=token_rate(bytes_s, weight_bytes),
-        tok_s_context=token_rate(bytes_s, weight_bytes + kv),
+        tok_s=min(arithmetic, token_rate(bytes_s, weight_bytes)),
+        tok_s_context=min(arithmetic, token_rate(bytes_s, weight_bytes + kv)),
         kv_equals_weights=weight_bytes / load.kv_per_position,
         batch_at_ridge=None if machine.ridge is None else batch_at_ridge(load.weights, weight_bytes, machine.ridge, kv),
         flop_per_byte_limit=2 * load.weights / kv if kv else None,

@@ -106,6 +106,13 @@ def test_kv_traffic_caps_the_intensity() -> None:
     assert ceilings(LLAMA_3_8B, Machine("cpu", 30, "measured"))["bf16"].batch_at_ridge is None
 
 
+def test_a_machine_weak_in_arithmetic_is_limited_by_it() -> None:
+    slow = Machine("slow", 1935, "datasheet", 2.0, "measured")  # ridge point: about 1 FLOP per byte
+    found = ceilings(LLAMA_3_8B, slow)
+    assert found["bf16"].tok_s == pytest.approx(1935 / 16.06)
+    assert found["int4"].tok_s == found["int8"].tok_s == pytest.approx(2e12 / 16.06e9)
+
+
 @pytest.mark.parametrize("name", CATALOG)
 def test_known_shapes_have_the_parameters_of_the_catalogue(name: str) -> None:
     hidden, layers, _, _, head_dim, _, vocabulary = _SHAPES[name]
