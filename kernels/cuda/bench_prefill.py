@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -224,7 +225,9 @@ def main() -> None:
             figures.append({"tokens": count, "chunk": chunk, "seconds": seconds, "parts_ms": parts, "tflop_s": rate})
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"gpu": gpu.name, "torch": torch.__version__, "figures": figures}, file, indent=1)
+            command = " ".join(["python -m kernels.cuda.bench_prefill", *sys.argv[1:]])
+            facts = {"command": command, "date": time.strftime("%Y-%m-%d"), "gpu": gpu.name, "torch": torch.__version__}
+            json.dump({**facts, "figures": figures}, file, indent=1)
 
 
 if __name__ == "__main__":

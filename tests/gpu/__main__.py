@@ -1,9 +1,9 @@
 """Everything of tests/gpu on the machine at hand, and a table of what came out.
 
-    python -m tests.gpu [--packed DIRECTORY] [--sanitizer] [--bench] [--out DIRECTORY] [-k EXPRESSION]
+    python -m tests.gpu [--packed DIRECTORY] [--chat DIRECTORY] [--sanitizer] [--bench] [--out DIRECTORY] [-k EXPRESSION]
 
---packed: smollm2 as `flint pack` wrote it; runs its tests, and `flint chat` end to end. --sanitizer runs a tiny model
-under compute-sanitizer's memcheck and racecheck. --bench times the prefill. Exit code 1 if anything failed.
+--packed: smollm2 as `flint pack` wrote it; runs its tests, and `flint chat` end to end. --chat: only the latter, with
+any packed model. --sanitizer runs a tiny model under compute-sanitizer's memcheck and racecheck. --bench times the prefill. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def chat(packed: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packed")
+    parser.add_argument("--chat")
     parser.add_argument("--sanitizer", action="store_true")
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
@@ -124,8 +125,8 @@ def main() -> int:
     packed = str(Path(options.packed).resolve()) if options.packed else None
 
     results = {"tests": tests(packed, options.out, options.expression)}
-    if packed:
-        results["chat"] = chat(packed)
+    if packed or options.chat:
+        results["chat"] = chat(packed or str(Path(options.chat).resolve()))
     if options.bench:
         command = [sys.executable, "-m", "kernels.cuda.bench_prefill", "--json", str(options.out / "prefill.json")]
         results["bench"], output = run("prefill", command, MINUTES["bench"])
