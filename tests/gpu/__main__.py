@@ -1,9 +1,10 @@
 """Everything of tests/gpu on the machine at hand, and a table of what came out.
 
-    python -m tests.gpu [--packed DIRECTORY] [--chat DIRECTORY] [--sanitizer] [--bench] [--out DIRECTORY] [-k EXPRESSION]
+    python -m tests.gpu [--packed DIRECTORY | --chat DIRECTORY] [--sanitizer] [--bench] [--out DIRECTORY] [-k WORDS]
 
 --packed: smollm2 as `flint pack` wrote it; runs its tests, and `flint chat` end to end. --chat: only the latter, with
-any packed model. --sanitizer runs a tiny model under compute-sanitizer's memcheck and racecheck. --bench times the prefill. Exit code 1 if anything failed.
+any packed model. --sanitizer runs a tiny model under compute-sanitizer's memcheck and racecheck. --bench times the
+prefill. Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
