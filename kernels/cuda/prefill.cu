@@ -18,10 +18,6 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 constexpr int GATED_EXPONENT = 14;  // a row of the gated activation is scaled to a largest magnitude in [2^13, 2^14)
 
-struct __align__(16) Bf16x8 {
-    __nv_bfloat16 element[8];
-};
-
 __device__ __forceinline__ float warp_sum(float value) {
     for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
     return value;
@@ -95,9 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_and_norm(
     const float inverse = rsqrtf(over_block<warp_sum>(squares, partial) / n + eps);
     for (int i = threadIdx.x; i < n / 4; i += THREADS) {
         const float4 v = xs[i], w = reinterpret_cast<const float4*>(weight)[i];
-        __half2* const target = reinterpret_cast<__half2*>(out + row * n) + 2 * i;
-        target[0] = __floats2half2_rn(v.x * inverse * w.x, v.y * inverse * w.y);
-        target[1] = __floats2half2_rn(v.z * inverse * w.z, v.w * inverse * w.w);
+        reinterpret_cast<uint2*>(out + row * n)[i] = make_uint2(pack_halves(v.x * inverse * w.x, v.y * inverse * w.y),
+                                                                pack_halves(v.z * inverse * w.z, v.w * inverse * w.w));
     }
 }
 
@@ -142,26 +137,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-__device__ __forceinline__ Bf16x8 zeros() {
-    Bf16x8 out;
-    for (int i = 0; i < 8; i++) out.element[i] = __float2bfloat16_rn(0.0f);
-    return out;
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+    const __nv_bfloat16 pair[2] = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
+    return *reinterpret_cast<const unsigned short*>(&pair[0]) |
+           unsigned(*reinterpret_cast<const unsigned short*>(&pair[1])) << 16;
 }
 
 __device__ __forceinline__ Bf16x8 to_bf16(const Half8& in) {
     Bf16x8 out;
+#pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float2 pair = __half22float2(in.pair[i]);
-        out.element[2 * i] = __float2bfloat16_rn(pair.x);
-        out.element[2 * i + 1] = __float2bfloat16_rn(pair.y);
+        const float2 pair = unpack_halves(in.word[i]);
+        out.word[i] = pack_bf16(pair.x, pair.y);
     }
     return out;
 }
 
 __device__ __forceinline__ Half8 to_half(const Bf16x8& in) {
     Half8 out;
-    for (int i = 0; i < 4; i++)
-        out.pair[i] = __floats2half2_rn(__bfloat162float(in.element[2 * i]), __bfloat162float(in.element[2 * i + 1]));
+#pragma unroll
+    for (int i = 0; i < 4; i++) out.word[i] = pack_halves(bf16_of(in.word[i], 0), bf16_of(in.word[i], 1));
     return out;
 }
 
@@ -171,60 +166,71 @@ __device__ __forceinline__ Half8 to_half(const Bf16x8& in) {
 // on, zeros at `end` and after; else positions below `end` are read. Grid (blocks, kv_heads).
 template <int HEAD_DIM, bool TO_CACHE>
 __device__ __forceinline__ void copy_block(
-    Bf16x8* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {
+    uint4* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {
     constexpr int UNITS = KV_BLOCK * HEAD_DIM / 8, OWNED = HEAD_DIM / 8;  // units of keys, and as many of values
     const int first = (first_block + blockIdx.x) * KV_BLOCK;
-    Bf16x8* const packed = cache + blockIdx.y * head_units + size_t(first / KV_BLOCK) * 2 * UNITS;
+    uint4* const packed = cache + blockIdx.y * head_units + size_t(first / KV_BLOCK) * 2 * UNITS;
     const size_t plain = (size_t(blockIdx.y) * positions + first) * HEAD_DIM;
     for (int unit = threadIdx.x; unit < UNITS; unit += THREADS) {
         {  // eight dimensions of one position
             const int position = unit / OWNED, dim = unit % OWNED * 8;
-            Bf16x8* const there = packed + key_offset<HEAD_DIM>(position, dim) / 8;
-            Half8* const here = reinterpret_cast<Half8*>(keys + plain + position * HEAD_DIM + dim);
+            uint4* const there = packed + key_offset<HEAD_DIM>(position, dim) / 8;
+            __half* const here = keys + plain + position * HEAD_DIM + dim;
             const bool present = first + position < end;
             if (TO_CACHE)
-                *there = present ? to_bf16(*here) : zeros();
+                store16(there, present ? to_bf16(load16<Half8>(here)) : Bf16x8{});
             else if (present)
-                *here = to_half(*there);
+                store16(here, to_half(load16<Bf16x8>(there)));
         }
         {  // a pair of dimensions of positions 2t, 2t + 1, 2t + 8, 2t + 9, one dimension after the other
             const int t = unit % 4, dim = unit / 4 % 8 * OWNED + unit / 32 * 2;
-            Bf16x8* const there = packed + value_offset<HEAD_DIM>(2 * t, dim) / 8;
-            Bf16x8 moved = TO_CACHE ? zeros() : *there;
+            uint4* const there = packed + value_offset<HEAD_DIM>(2 * t, dim) / 8;
+            float value[8] = {};  // [dimension][position]
+            if (!TO_CACHE) {
+                const Bf16x8 moved = load16<Bf16x8>(there);
+#pragma unroll
+                for (int i = 0; i < 8; i++) value[i] = bf16_of(moved.word[i / 2], i % 2);
+            }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int position = 2 * t + i % 2 + i / 2 * 8;
                 if (first + position >= end) continue;
-                __half2* const here = reinterpret_cast<__half2*>(values + plain + position * HEAD_DIM + dim);
+                unsigned* const here = reinterpret_cast<unsigned*>(values + plain + position * HEAD_DIM + dim);
                 if (TO_CACHE) {
-                    const float2 pair = __half22float2(*here);
-                    moved.element[i] = __float2bfloat16_rn(pair.x);
-                    moved.element[i + 4] = __float2bfloat16_rn(pair.y);
+                    const float2 pair = unpack_halves(*here);
+                    value[i] = pair.x;
+                    value[i + 4] = pair.y;
                 } else {
-                    *here = __floats2half2_rn(__bfloat162float(moved.element[i]), __bfloat162float(moved.element[i + 4]));
+                    *here = pack_halves(value[i], value[i + 4]);
                 }
             }
-            if (TO_CACHE) *there = moved;
+            if (!TO_CACHE) continue;
+            Bf16x8 moved;
+#pragma unroll
+            for (int i = 0; i < 4; i++) moved.word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
+            store16(there, moved);
         }
     }
 }
 
 #define COPY_KERNELS(HEAD_DIM)                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS) write_cache_##HEAD_DIM(                                    \
-        Bf16x8* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {\
+        uint4* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {\
         copy_block<HEAD_DIM, true>(cache, head_units, keys, values, first_block, end, positions);                    \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS) read_cache_##HEAD_DIM(                                     \
-        Bf16x8* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {\
+        uint4* cache, long long head_units, __half* keys, __half* values, int first_block, int end, int positions) {\
         copy_block<HEAD_DIM, false>(cache, head_units, keys, values, first_block, end, positions);                   \
     }
 COPY_KERNELS(64)
 COPY_KERNELS(128)
 COPY_KERNELS(256)
 
-__device__ __forceinline__ void gated8(const Half8& gate, const Half8& up, float (&out)[8]) {
+__device__ __forceinline__ void gated8(const __half* gate, const __half* up, float (&out)[8]) {
+    const Half8 gates = load16<Half8>(gate), ups = load16<Half8>(up);
+#pragma unroll
     for (int i = 0; i < 4; i++) {
-        const float2 g = __half22float2(gate.pair[i]), u = __half22float2(up.pair[i]);
+        const float2 g = unpack_halves(gates.word[i]), u = unpack_halves(ups.word[i]);
         out[2 * i] = g.x / (1.0f + __expf(-g.x)) * u.x;
         out[2 * i + 1] = g.y / (1.0f + __expf(-g.y)) * u.y;
     }
@@ -236,21 +242,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     gate(const __half* gate_up, __half* out, float* row_scale, int inner) {
     __shared__ float partial[WARPS];
     const size_t row = blockIdx.x;
-    const Half8* const gates = reinterpret_cast<const Half8*>(gate_up + row * 2 * inner);
-    const Half8* const ups = reinterpret_cast<const Half8*>(gate_up + row * 2 * inner + inner);
+    const __half* const gates = gate_up + row * 2 * inner;
     float value[8], largest = 0.0f;
-    for (int i = threadIdx.x; i < inner / 8; i += THREADS) {
-        gated8(gates[i], ups[i], value);
+    for (int i = threadIdx.x * 8; i < inner; i += THREADS * 8) {
+        gated8(gates + i, gates + inner + i, value);
+#pragma unroll
         for (int j = 0; j < 8; j++) largest = fmaxf(largest, fabsf(value[j]));
     }
     largest = over_block<warp_max>(largest, partial);
     int exponent;
     frexpf(fmaxf(largest, 1e-30f), &exponent);  // the floor keeps 2^-exponent finite in a row of zeros
     const float shrink = ldexpf(1.0f, GATED_EXPONENT - exponent);
-    for (int i = threadIdx.x; i < inner / 8; i += THREADS) {  // the row is 2 * inner halves: it stays in the L1 cache
-        gated8(gates[i], ups[i], value);
-        for (float& v : value) v *= shrink;
-        reinterpret_cast<Half8*>(out + row * inner)[i] = to_half8(value);
+    for (int i = threadIdx.x * 8; i < inner; i += THREADS * 8) {  // the row is 2 * inner halves: it stays in the L1 cache
+        gated8(gates + i, gates + inner + i, value);
+#pragma unroll
+        for (int j = 0; j < 8; j++) value[j] *= shrink;
+        store16(out + row * inner + i, to_half8(value));
     }
     if (threadIdx.x == 0) row_scale[row] = ldexpf(1.0f, exponent - GATED_EXPONENT);
 }
