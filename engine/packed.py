@@ -26,8 +26,10 @@ side by side; its data starts on a 64-byte boundary, and so does every tensor wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import stat
 from pathlib import Path
 from types import MappingProxyType
 
@@ -70,7 +72,8 @@ class PackedModel:
         something is malformed, truncated or changed.
         """
         directory = Path(directory)
-        restore_interrupted(directory)
+        with contextlib.suppress(OSError):  # a folder that may not be written is read as it is
+            restore_interrupted(directory)
         manifest = read_manifest(directory)
         for required in (WEIGHTS_NAME, TOKENIZER_NAME):
             if required not in manifest.files:
@@ -196,14 +199,20 @@ def _stored_as(weights: SafetensorsFile, name: str, k: int) -> Storage:
 
 def _size(path: Path) -> int:
     try:
-        return os.stat(path).st_size
+        status = os.stat(path)
     except OSError as error:
         raise _damaged(f"{path}: cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _damaged(f"{path}: not a file")
+    return status.st_size
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _damaged(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _damaged(problem: str) -> CheckpointError:

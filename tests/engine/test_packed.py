@@ -148,6 +148,15 @@ def test_a_truncated_or_missing_file_is_named_without_verify(packed: Path) -> No
         PackedModel.open(packed)
 
 
+def test_what_is_not_a_file_is_named(packed: Path) -> None:
+    tokenizer = packed / "tokenizer.json"
+    edit_manifest(packed, lambda m: m["files"]["tokenizer.json"].update(bytes=0))
+    tokenizer.unlink()
+    os.mkfifo(tokenizer)  # reading it would wait for ever
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a file"):
+        PackedModel.open(packed, verify=True)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
