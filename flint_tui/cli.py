@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from flint_tui.commands import bench, chat, draft, models, pack, roofline
+from flint_tui.commands import bench, chat, doctor, draft, models, pack, roofline
 
 app = typer.Typer(
     name="flint",
@@ -45,6 +45,7 @@ def flint(
 
 bench.register(app)
 chat.register(app)
+doctor.register(app)
 draft.register(app)
 pack.register(app)
 models.register(app)

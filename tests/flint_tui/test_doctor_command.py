@@ -50,7 +50,7 @@ NOTHING = dataclasses.replace(PLAIN, backends=tuple(dataclasses.replace(s, runs=
 
 
 def run(report: Report, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
-    monkeypatch.setattr(machine, "inspect", lambda: report)
+    monkeypatch.setattr(machine, "inspect", lambda notify: report)
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(app, ["doctor", *arguments], catch_exceptions=False)
     return result.exit_code, result.stdout
@@ -70,7 +70,7 @@ def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "native library /cache/lib.so",
         "GPU none",
         "CUDA NVRTC not installed · cuda-core 1.2.2 · torch 2.13.0",
-        "models 2 packed, 198 MB · /cache (100.0 GB free)",
+        "models 2 packed, 198 MB · /cache (100 GB free)",
         "no cuda No GPU for the cuda backend: [bold]x",
         "Use --backend cpu.",
         "runs cpu native decoder, avx2, 8 threads",
@@ -106,7 +106,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_narrow_terminal_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "inspect", lambda: PLAIN)
+    monkeypatch.setattr(machine, "inspect", lambda notify: PLAIN)
     monkeypatch.setenv("COLUMNS", "50")
     text = CliRunner().invoke(app, ["doctor"]).stdout
     assert max(map(len, text.splitlines())) <= 50
