@@ -192,7 +192,8 @@ def _table(result: Roofline) -> Table:
         *("weights", "bytes each", "GB a token", "FLOP per byte", "tok/s at most", f"at {result.context:,}"),
         *("KV = weights at", f"batch at ridge ({result.context:,})"),
     ):
-        table.add_column(heading, justify="left" if heading == "weights" else "right")
+        first = heading == "weights"
+        table.add_column(heading, justify="left" if first else "right", no_wrap=first)
     for ceiling in result.ceilings:
         table.add_row(
             ceiling.precision,
