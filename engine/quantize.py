@@ -87,10 +87,11 @@ def quantize_int8(w: np.ndarray, group: int, name: str = "") -> Matrix:
 
 def quantize_bf16(w: np.ndarray, name: str = "") -> Matrix:
     """The bf16 matrix nearest to w, float32 [n, k]."""
-    if not np.isfinite(w).all():
-        raise CheckpointError(f"{name or 'matrix'}: contains a value that is not finite")
     n, k = w.shape
-    return Matrix(name, "bf16", n, k, 0, to_bf16(w), None, None)
+    matrix = Matrix(name, "bf16", n, k, 0, to_bf16(w), None, None)
+    if not matrix.is_finite():
+        raise CheckpointError(f"{name or 'matrix'}: contains a value that is not finite, or too large for bf16")
+    return matrix
 
 
 def dequantize(matrix: Matrix) -> np.ndarray:

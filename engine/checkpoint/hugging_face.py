@@ -62,9 +62,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._check_tensors()
         self._packed_weight: tuple[str, PackedWeight] | None = None
         self._last: SafetensorsFile | None = None
-        floats = self._home[self._module["layers.0.attn_norm"] + ".weight"].tensors
-        dtype = floats[self._module["layers.0.attn_norm"] + ".weight"].dtype.lower()
-        self.format = "compressed-tensors int4" if packed else f"safetensors {dtype}"
+        self.format = "compressed-tensors int4" if packed else f"safetensors {self._dtype('embed').lower()}"
 
     def storage(self, name: str) -> Storage | None:
         if len(self.shape(name)) != 2:
