@@ -74,8 +74,8 @@ def random_matrices(config: ModelConfig, storage: Storage, seed: int) -> dict[st
 
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_dequantise_reads_the_decoders_tiles(module: Module, storage: Storage):
-    # 4224 channels of `down` lie in two chunks; 72 blocks of 64 in gate's K make units of three blocks.
-    config = small_config("llama", hidden_size=384, head_dim=64, intermediate_size=8448, vocab_size=52, num_layers=2)
+    # 4224 channels of `down` lie in chunks; the six blocks of the other phases make units of three in int4.
+    config = small_config("llama", hidden_size=384, head_dim=64, intermediate_size=4224, vocab_size=52, num_layers=2)
     dims, matrices = kernel_dims(config), random_matrices(config, storage, seed=1)
     weights = tiled(dims, matrices)
     scratch = torch.empty(scratch_weights(dims), dtype=torch.float16)

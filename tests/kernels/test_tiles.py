@@ -37,7 +37,7 @@ def test_retile(storage: Storage, monkeypatch: pytest.MonkeyPatch):
     launch = emulator()
     if launch is None:
         pytest.skip("no g++ to run the kernels on the CPU")
-    config = small_config("mistral", hidden_size=384, head_dim=64, intermediate_size=8448, vocab_size=52, num_layers=2)
+    config = small_config("mistral", hidden_size=384, head_dim=64, intermediate_size=4224, vocab_size=52, num_layers=2)
     rng = np.random.default_rng(0)
     matrices = {
         name: random_matrix(name, *shape, storage, rng)
