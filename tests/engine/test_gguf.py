@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from engine.checkpoint.gguf_file import BLOCKS, GgufFile
 from engine.config import RopeDivisors
 from engine.errors import CheckpointError, FlintError, ModelNotFound, UnsupportedModel
 from engine.matrix import Storage
+from engine.packed import PackedModel
 from engine.quantize import dequantize
+from engine.tensors import tensor_shapes
 from tests.gguf_files import gguf_name, random_rows, write_gguf
 from tests.synthetic import small_config
 
@@ -324,22 +327,39 @@ def test_nothing_there_and_something_else_there(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "notes.txt")
 
 
-@pytest.mark.real_model
-def test_the_real_model_is_repacked_bit_for_bit(smollm2_gguf: Path) -> None:
+def real_values(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Canonical name and values of every tensor of smollm2, by gguf.dequantize; Q and K un-permuted."""
     import gguf
 
-    file = GgufFile(smollm2_gguf)
+    file = GgufFile(path)
+    for name in tensor_shapes(open_checkpoint(path).config):
+        tensor = file.tensors[gguf_name(name)]
+        values = gguf.dequantize(file.rows(gguf_name(name)), gguf.GGMLQuantizationType[tensor.type])
+        heads = {"q": 9, "k": 3}.get(name.rpartition(".")[2])
+        if heads:  # component i of a head lies at row 2i, component i + 32 at row 2i + 1
+            values = values.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(values.shape)
+        yield name, values.reshape(tensor.shape)
+
+
+@pytest.mark.real_model
+def test_the_real_models_config(smollm2_gguf: Path) -> None:
     with open_checkpoint(smollm2_gguf) as checkpoint:
         config = checkpoint.config
-        assert (config.hidden_size, config.num_layers, config.vocab_size) == (576, 30, 49152)
-        assert (config.rms_norm_eps, config.rope_theta, config.tie_word_embeddings) == (1e-5, 1e5, True)
-        assert config.eos_token_ids[0] == 2
-        for name in checkpoint.names():
-            tensor = file.tensors[gguf_name(name)]
-            stored = gguf.dequantize(file.rows(gguf_name(name)), gguf.GGMLQuantizationType[tensor.type])
-            heads = {"q": 9, "k": 3}.get(name.rpartition(".")[2])
-            if heads:  # component i of a head lies at row 2i, component i + 32 at row 2i + 1
-                stored = stored.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(stored.shape)
-            matrix = checkpoint.read_matrix(name)
-            values = checkpoint.read_float(name)[None] if matrix is None else dequantize(matrix)
-            assert np.array_equal(values.view(np.uint32), stored.view(np.uint32)), name
+        assert checkpoint.format == "gguf Q4_1"
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (576, 30, 9, 3)
+    assert (config.head_dim, config.intermediate_size, config.vocab_size) == (64, 1536, 49152)
+    assert (config.rms_norm_eps, config.rope_theta, config.tie_word_embeddings) == (1e-5, 1e5, True)
+    assert config.eos_token_ids[0] == 2
+
+
+@pytest.mark.real_model
+def test_the_real_model_is_packed_bit_for_bit(smollm2: Path, smollm2_gguf: Path) -> None:
+    model = PackedModel.open(smollm2, verify=True)
+    assert model.manifest.quantization.lossless
+    seen = []
+    for name, values in real_values(smollm2_gguf):
+        packed = dequantize(model.matrix(name)) if values.ndim == 2 else model.vector(name)
+        assert np.array_equal(packed.view(np.uint32), values.view(np.uint32)), name
+        seen.append(name)
+    assert seen == model.names()
+    assert len(seen) == 272
