@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from engine.errors import CheckpointError, UnsupportedModel
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _SPECIAL_TYPES = frozenset({_UNKNOWN, _CONTROL, _UNUSED})
+
+_MAX_CUTTING = 200_000_000  # characters to look at while deriving merges; 128256 real tokens need 10 million
 
 # How text is cut into words before merging, by tokenizer.ggml.pre: the regular expressions of the models' own
 # tokenizer.json (Split, Isolated), applied in turn.
@@ -62,7 +64,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"the GGUF tokenizer is malformed: {' '.join(str(error).split())}") from None
-    _add_bos(tokenizer, metadata, len(vocabulary.tokens))
+    _add_bos(tokenizer, metadata, vocabulary)
     return tokenizer
 
 
@@ -142,7 +144,7 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> toke
     model = models.BPE(
         vocabulary.ids,
         _merges_by_score(vocabulary),
-        unk_token=vocabulary.tokens[unknown] if isinstance(unknown, int) and unknown < len(vocabulary.tokens) else None,
+        unk_token=vocabulary.tokens[unknown] if _is_id(unknown, vocabulary) else None,
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -157,6 +159,8 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any]) -> toke
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every way to build a normal token from two others, best score first, as SentencePiece's BPE does."""
+    if sum(len(token) ** 2 for token in vocabulary.tokens) > _MAX_CUTTING:
+        raise CheckpointError("the GGUF tokenizer's tokens are implausibly long")
     normal = {
         token: id
         for id, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
@@ -171,7 +175,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], token_count: int) -> None:
+def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> None:
     """Put the begin-of-text token before a bare text (never before a template, which writes its own)."""
     from tokenizers import processors
 
@@ -180,8 +184,12 @@ def _add_bos(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], token
         metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _ADD_BOS,
     )
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if wanted and isinstance(bos, int) and 0 <= bos < token_count:
+    if wanted and _is_id(bos, vocabulary):
         tokenizer.post_processor = processors.TemplateProcessing(single="BOS $A", special_tokens=[("BOS", bos)])
+
+
+def _is_id(value: Any, vocabulary: _Vocabulary) -> TypeGuard[int]:
+    return isinstance(value, int) and 0 <= value < len(vocabulary.tokens)
 
 
 def _list(metadata: Mapping[str, Any], key: str, kind: type) -> list[Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,7 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
         self._ordinary_added = {id: token.content for id, token in added.items() if not token.special}
-        self._special_pattern = _any_of(token for token in added.values() if token.special)
-        self._any_case = re.compile(self._special_pattern.pattern, re.IGNORECASE) if self._special_pattern else None
-        self._added_pattern = _any_of(added.values())
+        self._added = list(added.values())
         self._to_bytes, self.strips_first_space = _piece_decoder(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self.special_ids = frozenset(self._special.values())
@@ -96,7 +95,7 @@ class Tokenizer:
         plain: list[str] = []
         for text, special in parts:
             end = 0
-            for match in self._find_special(text) if special else ():
+            for match in self._special_pattern.finditer(text) if special else ():
                 plain.append(text[end : match.start()])
                 self._encode_plain(plain, ids)
                 ids.append(self._special_id(match.group()))
@@ -107,7 +106,7 @@ class Tokenizer:
 
     def find_special(self, text: str) -> list[tuple[int, int]]:
         """(start, end) of every special token written in the text, in capital letters or small ones."""
-        return [match.span() for match in self._any_case.finditer(text)] if self._any_case else []
+        return [match.span() for match in self._special_pattern_any_case.finditer(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
@@ -127,8 +126,19 @@ class Tokenizer:
             self._bytes[id] = known
         return known
 
-    def _find_special(self, text: str) -> Iterator[re.Match[str]]:
-        return self._special_pattern.finditer(text) if self._special_pattern else iter(())
+    # Compiled when first needed: 771 special tokens take 30 ms.
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        return _any_of(token for token in self._added if token.special)
+
+    @cached_property
+    def _special_pattern_any_case(self) -> re.Pattern[str]:
+        return re.compile(self._special_pattern.pattern, re.IGNORECASE)
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        return _any_of(self._added)
 
     def _special_id(self, matched: str) -> int:
         """The id of a special token, matched with or without white space that it swallows."""
@@ -140,7 +150,7 @@ class Tokenizer:
         plain.clear()
         if not text:
             return
-        if self._spaces_first and not ids and text[0] not in " ▁" and not _matches(self._added_pattern, text):
+        if self._spaces_first and not ids and text[0] not in " ▁" and not self._added_pattern.match(text):
             text = " " + text
         ids.extend(self._plain_ids(text))
 
@@ -225,19 +235,16 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _any_of(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str] | None:
-    """Matches any of the tokens, the longest where several begin, with the white space that they swallow."""
+def _any_of(tokens: Iterable[tokenizers.AddedToken]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest where several begin, with the white space that they swallow; nothing where
+    there are none."""
     ordered = sorted(tokens, key=lambda token: len(token.content), reverse=True)
     alternatives = [
         (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
         for token in ordered
         if token.content
     ]
-    return re.compile("|".join(alternatives)) if alternatives else None
-
-
-def _matches(pattern: re.Pattern[str] | None, text: str) -> bool:
-    return pattern is not None and pattern.match(text) is not None
+    return re.compile("|".join(alternatives) or r"(?!)")
 
 
 def _without_lone_surrogates(text: str) -> str:

@@ -324,6 +324,11 @@ GPT2: dict[str, Any] = {
         ({"merges": ["ab"]}, CheckpointError, "the GGUF tokenizer holds a malformed merge: 'ab'"),
         ({"merges": [""]}, CheckpointError, "the GGUF tokenizer holds a malformed merge: ''"),
         ({"merges": ["a z"]}, CheckpointError, "the GGUF tokenizer is malformed: "),
+        (
+            {"model": "llama", "tokens": ["a", "b", "c", "x" * 20000], "scores": [0.0] * 4},
+            CheckpointError,
+            "the GGUF tokenizer's tokens are implausibly long",
+        ),
         ({"model": "llama"}, CheckpointError, "the GGUF tokenizer is of type llama but has no score for every token"),
     ],
 )
@@ -333,6 +338,47 @@ def test_malformed_gguf_metadata_is_one_line(change: dict[str, Any], error: type
         tokenizer_from_gguf(metadata)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("unknown", [-1, 10**9, "0", None, 2.5])
+def test_an_unknown_token_that_is_no_id_is_left_out(unknown: Any) -> None:
+    assert Tokenizer(tokenizer_from_gguf({**SPM_METADATA, "tokenizer.ggml.unknown_token_id": unknown})).encode("é")
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_mutated_metadata_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
+    metadata = dict(data.draw(st.sampled_from([GPT2, SPM_METADATA])))
+    junk = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        key = data.draw(st.sampled_from(list(metadata)))
+        value = metadata[key]
+        if isinstance(value, list) and value and data.draw(st.booleans()):
+            changed = list(value)
+            changed[data.draw(st.integers(0, len(value) - 1))] = data.draw(junk)
+            metadata[key] = changed[: data.draw(st.sampled_from([len(value), len(value) // 2]))]
+        else:
+            metadata[key] = data.draw(junk)
+    try:
+        Tokenizer(tokenizer_from_gguf(metadata)).encode("a b é<s>")
+    except (CheckpointError, UnsupportedModel) as error:
+        assert "\n" not in str(error)  # noqa: PT017
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_mutated_tokenizer_json_is_read_or_refused_in_one_line(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = bytearray(json.dumps(byte_tokenizer()).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "mutated.json"
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content), len(content) // 2]))])
+    try:
+        Tokenizer.from_file(path).encode("a b é<s>")
+    except (CheckpointError, UnsupportedModel) as error:
+        assert "\n" not in str(error)  # noqa: PT017
 
 
 def test_the_metadata_says_whether_a_text_begins_with_bos() -> None:
