@@ -6,6 +6,7 @@ stdout carries the result, stderr what is being measured.
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -165,6 +166,110 @@ def decode(
     typer.echo(render(rows, where, "json" if as_json else output.value), nl=False)
 
 
+@bench.command()
+def compare(
+    model: Model = None,
+    arms: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Who takes part. Default: all; those missing here are named.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(metavar="ARM", help="Who is compared with the others.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="5 for a verdict, 10 for a claim.")] = 5,
+    prompt: Annotated[int, typer.Option("-p", "--n-prompt", min=16, help="Prompt tokens.")] = 128,
+    generate: Annotated[int, typer.Option("-n", "--n-gen", min=8, help="Generated tokens.")] = 64,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The GGUF that the model was packed from, for llama.cpp and transformers.")
+    ] = None,
+    llama_python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A Python that can import llama_cpp.")
+    ] = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Arms side by side in fresh processes, A B A B: correct before timed, with intervals and the bytes of each.
+
+    Arms: cuda-single, cuda-speculative, cpu-single, cpu-speculative, torch-single, torch-int4-graph,
+    torch-int4-compile, transformers, llama.cpp.
+    """
+    import json
+
+    from engine.bench.compare import outcome_json
+    from engine.bench.compare_table import comparison_markdown
+
+    busy = _say_if_busy()
+    with _status() as say:
+        outcome, peak = run_compare(
+            model,
+            arms.split(",") if arms else None,
+            against,
+            rounds,
+            prompt,
+            generate,
+            gguf,
+            llama_python,
+            threads,
+            say,
+        )
+    if as_json:
+        from engine.bench.conditions import bandwidth_json
+
+        typer.echo(json.dumps(outcome_json(outcome) | bandwidth_json(peak, None) | {"note": busy}, indent=2))
+    else:
+        typer.echo(comparison_markdown(outcome, peak), nl=False)
+    if not outcome.measured():
+        raise typer.Exit(1)
+
+
+def run_compare(
+    model: str | None,
+    names: list[str] | None,
+    against: str | None,
+    rounds: int,
+    prompt_tokens: int,
+    tokens: int,
+    gguf: Path | None,
+    llama_python: str | None,
+    threads: int | None,
+    say,
+) -> tuple[Any, Any]:
+    """(Outcome, Bandwidth or None) of a comparison on the machine as it is."""
+    from engine.bench import arms as contestants
+    from engine.bench.compare import run
+    from engine.bench.gguf_peer import find_gguf, gguf_bytes_per_token
+    from engine.bench.workload import prompt_ids
+    from engine.hardware import gpu_bandwidth, streaming_bandwidth
+    from engine.loading import open_model
+    from engine.tokenizer import Tokenizer
+    from kernels.cpu.threads import default_threads
+
+    packed = open_model(model, notify=_note)
+    if gguf is None and model is not None and model.lower().endswith(".gguf"):
+        gguf = Path(model)
+    path, problem = find_gguf(packed, gguf)
+    gpu = _gpu()
+    taking_part = contestants.find_arms(names, path, problem, llama_python)
+    request = {
+        "prompt": prompt_ids(Tokenizer.from_packed(packed), prompt_tokens),
+        "tokens": tokens,
+        "threads": threads or default_threads(),
+        "context": prompt_tokens + tokens + 16,
+        "gpu": gpu is not None,
+        "model": str(packed.directory),
+        "gguf": str(path) if path else None,
+    }
+
+    def weights(arm) -> float | None:
+        known = arm.name == "llama.cpp" and path is not None
+        return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2) if known else None
+
+    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say)
+    if gpu is not None:
+        return outcome, gpu_bandwidth(gpu)
+    seen = [
+        result.bytes_per_token * max(result.samples) / 1e9 for result in outcome.measured() if result.bytes_per_token
+    ]
+    return outcome, streaming_bandwidth(max(seen, default=0.0))
+
+
 # --- what the commands share ------------------------------------------------------------------------------------------
 
 
@@ -174,6 +279,16 @@ def _open(model: str | None, backend: str, threads: int | None) -> Engine:
 
     with show_progress() as report:
         return open_engine(model, backend, threads, notify=_note, progress=report)
+
+
+def _gpu():
+    from engine.backends.cuda import find_gpu
+    from engine.errors import BackendError
+
+    try:
+        return find_gpu()
+    except BackendError:
+        return None
 
 
 def _note(line: str) -> None:

@@ -1,0 +1,181 @@
+"""Arms side by side: the gate first, then rounds in which every arm runs once in a fresh process, A B C A B C ...
+
+A difference is told as the ratio of paired samples with its 95 % interval (engine/statistics.py), beside the bytes a
+token of both, so that a quantisation's win is not sold as a runtime's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.bench.arms import Arm
+from engine.bench.gate import Gate, Reference, check
+from engine.bench.machine import snapshot
+from engine.errors import BackendError
+from engine.statistics import ROUNDS, Comparison, compare, summarise
+
+Launch = Callable[[Arm, dict[str, Any]], dict[str, Any]]
+Watch = Callable[[str], None]
+
+
+@dataclass
+class Result:
+    """One arm's outcome. state: "measured", "missing", "failed" (its process) or "wrong" (the gate). samples: decode
+    tok/s by round; prefill: tok/s by round (none where the arm cannot say)."""
+
+    arm: Arm
+    state: str = "measured"
+    problem: str = ""
+    gate: Gate | None = None
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    bytes_per_token: float | None = None
+    acceptance_length: float | None = None
+    samples: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+
+    def drop(self, state: str, problem: str) -> None:
+        self.state, self.problem, self.samples, self.prefill = state, problem, [], []
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """base: the arm that the others are compared with (None: none was measured). machine: its state before each
+    round."""
+
+    results: list[Result]
+    base: str | None
+    rounds: int
+    request: dict[str, Any]
+    machine: list[dict[str, Any]]
+
+    def measured(self) -> list[Result]:
+        return [result for result in self.results if result.state == "measured"]
+
+    def comparison(self, result: Result) -> Comparison | None:
+        """The base against this arm; None for the base itself, an arm that was not measured, or too few rounds."""
+        base = next((other for other in self.results if other.arm.name == self.base), None)
+        if base is None or result is base or result.state != "measured" or self.rounds < ROUNDS:
+            return None
+        return compare(base.samples, result.samples)
+
+
+def run(
+    arms: Sequence[Arm],
+    request: dict[str, Any],
+    rounds: int,
+    launch: Launch,
+    against: str | None = None,
+    weights: Callable[[Arm], float | None] = lambda arm: None,
+    watch: Watch = lambda text: None,
+) -> Outcome:
+    """request: prompt, tokens, threads, context, model, gguf (engine/bench/arms.py). against: the base arm; without it
+    the first that was measured. weights: bytes a token of arms that do not count their own.
+
+    An arm that fails or answers wrongly is kept with its reason. Raises BackendError where the reference itself fails.
+    """
+    results = [Result(arm, *(("missing", arm.missing) if arm.missing else ())) for arm in arms]
+    contestants = [result for result in results if result.state == "measured"]
+    if contestants:
+        watch("reference")
+        reference = _reference(request, launch)
+        for result in contestants:
+            watch(f"gate: {result.arm.name}")
+            _gate(result, launch(result.arm, request), reference)
+    machine = []
+    for number in range(rounds):
+        machine.append(snapshot())
+        for result in contestants:
+            if result.state == "measured":
+                watch(f"round {number + 1} of {rounds}: {result.arm.name}")
+                _sample(result, launch(result.arm, request), request)
+    for result in contestants:
+        if result.bytes_per_token is None:
+            result.bytes_per_token = weights(result.arm)
+    measured = [result.arm.name for result in contestants if result.state == "measured"]
+    base = against if against in measured else next(iter(measured), None)
+    return Outcome(results, base, rounds, request, machine)
+
+
+def outcome_json(outcome: Outcome) -> dict[str, Any]:
+    arms = []
+    for result in outcome.results:
+        summary = summarise(result.samples) if result.samples else None
+        comparison = outcome.comparison(result)
+        arms.append(
+            {
+                "arm": result.arm.name,
+                "state": result.state,
+                "problem": result.problem or None,
+                "note": result.arm.note or None,
+                "device": result.device or None,
+                "versions": result.versions,
+                "gate": str(result.gate) if result.gate else None,
+                "gate_agreed": result.gate.agreed if result.gate else None,
+                "avg_ts": summary.mean if summary else None,
+                "stddev_ts": summary.sd if summary else None,
+                "median_ts": summary.median if summary else None,
+                "samples_ts": result.samples,
+                "prefill_samples_ts": result.prefill,
+                "bytes_per_token": result.bytes_per_token,
+                "acceptance_length": result.acceptance_length,
+                "base_over_this": comparison.ratio if comparison else None,
+                "interval_95": [comparison.low, comparison.high] if comparison else None,
+                "verdict_on_base": comparison.verdict if comparison else None,
+                "claimable": comparison.claimable if comparison else None,
+            }
+        )
+    request = {key: value for key, value in outcome.request.items() if key not in ("prompt", "model", "gguf")}
+    return {
+        "base": outcome.base,
+        "rounds": outcome.rounds,
+        "prompt_tokens": len(outcome.request["prompt"]),
+        **request,
+        "arms": arms,
+        "machine": outcome.machine,
+    }
+
+
+def _reference(request: dict[str, Any], launch: Launch) -> Reference:
+    answer = launch(Arm("reference"), request)
+    try:
+        return Reference(tuple(answer["ids"]), tuple(answer["margins"]), tuple(answer["runners_up"]))
+    except KeyError:
+        why = answer.get("error") or answer.get("missing") or "it gave no tokens"
+        raise BackendError(f"The reference failed, so nothing can be checked: {why}") from None
+
+
+def _gate(result: Result, answer: dict[str, Any], reference: Reference) -> None:
+    if _problem(result, answer):
+        return
+    result.device = str(answer.get("device", ""))
+    result.versions = dict(answer.get("versions", {}))
+    if not result.arm.gated:
+        return
+    result.gate = check(answer.get("ids", []), reference)
+    if not result.gate.passed:
+        result.drop("wrong", result.gate.problem)
+
+
+def _sample(result: Result, answer: dict[str, Any], request: dict[str, Any]) -> None:
+    if _problem(result, answer):
+        return
+    decode, prefill = answer.get("decode_s"), answer.get("prefill_s")
+    if not decode or decode <= 0:
+        result.drop("failed", "it gave no time")
+        return
+    result.samples.append((request["tokens"] - 1) / decode)
+    if prefill:
+        result.prefill.append(len(request["prompt"]) / prefill)
+    result.bytes_per_token = answer.get("bytes_per_token")
+    result.acceptance_length = answer.get("acceptance_length")
+
+
+def _problem(result: Result, answer: dict[str, Any]) -> bool:
+    for key, state in (("missing", "missing"), ("error", "failed")):
+        if key in answer:
+            result.drop(state, str(answer[key]))
+            return True
+    return False
