@@ -189,12 +189,10 @@ class _Generation:
         shared = next((i for i in range(limit) if cached[i] != prompt[i]), limit)
         if drafter is None or not drafter.feature_layers or drafter.position >= shared:
             return shared
-        if (
-            self.options.draft_tokens is None and self.decoder.follow(drafter).paused
-        ):  # not worth feeding the conversation again
-            self.drafter = self.options.fallback
-            return shared
-        return drafter.position
+        if self.options.draft_tokens is not None or not self.decoder.follow(drafter).paused:
+            return drafter.position
+        self.drafter = self.options.fallback  # not worth feeding the conversation again
+        return shared
 
     # --- decoding -------------------------------------------------------------------------------------------------
 
@@ -260,9 +258,9 @@ class _Generation:
         try:
             for batch in batches:
                 take(batch)
+                self._lap()  # ending the stream for a draft counts as time of the verify step
                 if not self._goes_on() or self._draft().ids:
                     break
-                self._lap()
                 yield from self._tell_when_due()
         finally:
             stream.cancel()
@@ -270,7 +268,7 @@ class _Generation:
                 take(batch)
             with contextlib.suppress(BackendError):
                 self.decoder.cached[:] = conversation[: self.backend.position]
-            self._lap()
+            self.draft_seconds = 0.0  # looking for drafts took place beside the decoding
 
     # --- speculation ----------------------------------------------------------------------------------------------
 
@@ -299,6 +297,8 @@ class _Generation:
         policy.record_draft(len(draft.ids), seconds)
         kept = policy.choose(draft.evidence, len(draft.ids)) if fixed is None else len(draft.ids)
         self._note_pause(policy)
+        if self.drafter is not drafter:
+            return Draft(())
         distributions = None if draft.distributions is None else draft.distributions[:kept]
         return Draft(draft.ids[:kept], distributions, draft.evidence)
 
