@@ -102,6 +102,22 @@ def test_a_conversation_is_written_as_the_model_expects(name: str) -> None:
     assert template(name).render(chat("Hi", "Hello!", " Bye ", system="Be brief.")) == RENDERED[name]
 
 
+@pytest.mark.parametrize("name", SOURCES)
+def test_renders_are_those_of_transformers(name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    library = tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer()))
+    names = {key: token for key, token in zip(("bos_token", "eos_token"), TOKENS[name], strict=True) if token}
+    oracle = PreTrainedTokenizerFast(tokenizer_object=library, chat_template=SOURCES[name], **names)
+    for contents in [*CONVERSATIONS, *([text] for text in HANDWRITTEN)]:
+        for system in (None, "Be brief."):
+            messages = chat(*contents, system=system)
+            expected = oracle.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+            assert template(name).render(messages) == expected
+
+
 def test_the_generation_prompt_can_be_left_out() -> None:
     assert template("chatml").render(chat("Hi", system=""), False).endswith("Hi<|im_end|>\n")
 
