@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from flint_tui.commands import bench, chat, doctor, draft, models, pack, roofline
+from flint_tui.commands import bench, chat, doctor, draft, eval, models, pack, roofline
 
 app = typer.Typer(
     name="flint",
@@ -47,6 +47,7 @@ bench.register(app)
 chat.register(app)
 doctor.register(app)
 draft.register(app)
+eval.register(app)
 pack.register(app)
 models.register(app)
 roofline.register(app)

@@ -76,7 +76,7 @@ def run(
 
     An arm that fails or answers wrongly is kept with its reason. Raises BackendError where the reference itself fails.
     """
-    results = [Result(arm, *(("missing", arm.missing) if arm.missing else ())) for arm in arms]
+    results = [Result(arm, "missing" if arm.missing else "measured", arm.missing) for arm in arms]
     contestants = [result for result in results if result.state == "measured"]
     if contestants:
         watch("reference")

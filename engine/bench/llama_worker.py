@@ -27,7 +27,7 @@ def main():
 def llama_cpp_python(request):
     import ctypes
 
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     prompt, count = request["prompt"], request["tokens"]
     on_gpu = bool(request.get("gpu"))

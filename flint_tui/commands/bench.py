@@ -258,8 +258,9 @@ def run_compare(
     }
 
     def weights(arm) -> float | None:
-        known = arm.name == "llama.cpp" and path is not None
-        return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2) if known else None
+        if arm.name != "llama.cpp" or path is None:
+            return None
+        return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2)
 
     outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say)
     if gpu is not None:
