@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 os.environ.setdefault("ESCDELAY", "25")  # ms until a lone Esc counts; Textual reads it once, and would wait 100
@@ -16,7 +17,6 @@ from textual.binding import BindingType
 from textual.command import Provider
 from textual.filter import LineFilter, NoColor
 
-from engine.sampling import Sampling
 from flint_tui import themes
 from flint_tui.actions import ACTIONS, APP_ACTIONS, EXTRA_IDS
 from flint_tui.conversations import Conversation, ConversationStore
@@ -28,6 +28,7 @@ from flint_tui.session import Session
 from flint_tui.settings import Settings, SettingsError, load_keys
 
 if TYPE_CHECKING:
+    from engine.sampling import Sampling
     from flint_tui.options import ChatOptions
 
 QUIT_WINDOW_S = 2.0  # a second Ctrl+C within it quits
@@ -185,6 +186,11 @@ class FlintApp(App[None]):
         self.chat.show_conversation()
         self.chat.show_state()
         self.chat.show_figures()
+
+    def watch_theme(self, theme: str) -> None:
+        """Keep the user's choice of theme."""
+        if self.is_running and not self.no_color and theme != self.settings.theme:
+            self.change_settings(replace(self.settings, theme=theme))
 
     # -- actions
 

@@ -27,6 +27,7 @@ from flint_tui.widgets.transcript import Transcript
 from flint_tui.widgets.welcome import Welcome
 
 if TYPE_CHECKING:
+    from engine.sampling import Sampling
     from flint_tui.app import FlintApp
 
 DRAIN_S = 1 / 20
@@ -190,7 +191,7 @@ class ChatView(Screen[None]):
 
     def _loaded(self, facts: EngineFacts) -> None:
         if self.facts is None or self.facts.identifier != facts.identifier:
-            self.session.options = replace(self.session.options, sampling=self.app.sampling_for(facts.sampling))
+            self.session.options = replace(self.session.options, sampling=self._sampling(facts))
         self.facts = facts
         self.engine_state = ""
         self.session.model = facts.model
@@ -198,6 +199,10 @@ class ChatView(Screen[None]):
             self.session.options = replace(self.session.options, mode="single")
         self.show_state()
         self.show_figures()
+
+    def _sampling(self, facts: EngineFacts) -> Sampling | None:
+        """The model's own sampling, with what the command line asks for in its place."""
+        return self.app.sampling_for(facts.sampling) if facts.sampling is not None else self.session.options.sampling
 
     # -- what the user says
 

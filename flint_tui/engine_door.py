@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from engine.events import Event, Finished
 from engine.progress import Progress
-from engine.sampling import Sampling
 from flint_tui.live import EngineFacts, Mode
 
 if TYPE_CHECKING:
     from engine.loading import Engine
+    from engine.sampling import Sampling
     from flint_tui.options import ChatOptions
 
 ChatTurn = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": ...}: what chat templates take
@@ -24,11 +24,12 @@ ChatTurn = dict[str, str]  # {"role": "system" | "user" | "assistant", "content"
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """How the next reply is decoded. fixed_seed: keep the sampling's seed; else every reply draws a new one."""
+    """How the next reply is decoded. sampling: None until a model is open, which brings its own. fixed_seed: keep the
+    sampling's seed; else every reply draws a new one."""
 
     mode: Mode = "single"
     drafter: str = "auto"
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling | None = None
     fixed_seed: bool = False
     max_tokens: int | None = None
 
@@ -130,7 +131,6 @@ def turn_options(options: ChatOptions) -> TurnOptions:
     return TurnOptions(
         mode=options.mode,
         drafter=options.drafter,
-        sampling=options.sampling(Sampling()),
         fixed_seed=options.seed is not None,
         max_tokens=options.max_tokens,
     )

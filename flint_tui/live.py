@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.events import Finished, Prefilled, PrefillProgress, Tokens
 from engine.meter import Meter, Reading
-from engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from engine.sampling import Sampling
 
 Mode = Literal["single", "speculative"]
 Phase = Literal["idle", "prefill", "decode"]
 NOTHING = Reading()
-GREEDY = Sampling()
 HISTORY = 60  # points of the sparkline
 
 
@@ -37,7 +38,7 @@ class EngineFacts:
     peak_source: str = ""
     verify_width: int = 1
     gpu: bool = False
-    sampling: Sampling = GREEDY
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True)

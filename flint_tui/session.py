@@ -104,7 +104,7 @@ class Session:
     def start_reply(self) -> RunningReply:
         """Decode an answer to the messages as they are."""
         self._replies += 1
-        if not self.options.fixed_seed:
+        if self.options.sampling is not None and not self.options.fixed_seed:
             sampling = replace(self.options.sampling, seed=secrets.randbits(63))
             self.options = replace(self.options, sampling=sampling)
         self.live.start(self.options.mode)

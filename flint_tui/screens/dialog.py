@@ -31,6 +31,10 @@ class Dialog(ModalScreen[Answer]):
             yield from self.body()
             yield Static(Content(self.keys), classes="dialog-keys")
 
+    def on_mount(self) -> None:
+        for field in self.query("Input, TextArea"):
+            field.cursor_blink = False  # type: ignore[attr-defined]  # nothing moves while nothing happens
+
     def body(self) -> ComposeResult:
         raise NotImplementedError
 

@@ -40,6 +40,7 @@ class SamplingScreen(Dialog[TurnOptions]):
     def __init__(self, options: TurnOptions) -> None:
         super().__init__()
         self.options = options
+        self.sampling = options.sampling or Sampling()
 
     def body(self) -> ComposeResult:
         for name, _, hint in FIELDS:
@@ -59,7 +60,7 @@ class SamplingScreen(Dialog[TurnOptions]):
             return self.options.max_tokens
         if name == "seed" and not self.options.fixed_seed:
             return None
-        return getattr(self.options.sampling, name)
+        return getattr(self.sampling, name)
 
     def on_mount(self) -> None:
         self.query_one("#temperature").focus()
@@ -88,5 +89,5 @@ class SamplingScreen(Dialog[TurnOptions]):
             values["seed"] = seed
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"max tokens is {max_tokens}", "it must be 1 or more")
-        sampling: Sampling = replace(self.options.sampling, **values)  # type: ignore[arg-type]
+        sampling: Sampling = replace(self.sampling, **values)  # type: ignore[arg-type]
         return replace(self.options, sampling=sampling, fixed_seed=seed is not None, max_tokens=max_tokens)  # type: ignore[arg-type]

@@ -6,8 +6,13 @@ import re
 
 # A whole escape sequence goes (CSI, OSC, DCS/SOS/PM/APC strings, or ESC and one byte), so that no debris stays behind.
 _SEQUENCE = re.compile(
-    "\x1b\\[[0-?]*[ -/]*[@-~]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|\x1b[PX^_][^\x1b]*(?:\x1b\\\\)?|\x1b[ -/]*[0-~]?"
+    "\x1b\\[[0-?]*[ -/]*[@-~]?"  # CSI, whole or broken off
+    "|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?"
+    "|\x1b[PX^_][^\x1b]*(?:\x1b\\\\)?"
+    "|\x1b[ -/]*[0-~]?"
 )
+# The beginning of one at the end of the text: more of it may follow.
+_UNFINISHED = re.compile("\x1b(?:\\[[0-?]*[ -/]*|\\][^\x07\x1b]*\x1b?|[PX^_][^\x1b]*\x1b?|[ -/]*)\\Z|\r\\Z")
 # C0 without tab and newline, DEL, C1, and the invisible marks that reorder text around them (Trojan Source, 2021).
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]")
 TAB = "    "
@@ -34,13 +39,9 @@ class PrintableStream:
     def feed(self, text: str) -> str:
         text = self._held + text
         self._held = ""
-        escape = text.rfind("\x1b")
-        if escape >= 0 and len(text) - escape < self.LONGEST:
-            match = _SEQUENCE.match(text, escape)
-            if match is None or match.end() == len(text):
-                text, self._held = text[:escape], text[escape:]
-        elif text.endswith("\r"):
-            text, self._held = text[:-1], "\r"
+        unfinished = _UNFINISHED.search(text)
+        if unfinished is not None and len(unfinished.group()) < self.LONGEST:
+            text, self._held = text[: unfinished.start()], unfinished.group()
         return printable(text)
 
     def close(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.events import Event, Finished, Prefilled, PrefillProgress, Tokens, Usage
+from engine.sampling import Sampling
 from flint_tui.engine_door import ChatTurn, TurnOptions
 from flint_tui.live import EngineFacts
 
@@ -20,6 +21,7 @@ FACTS = EngineFacts(
     peak_gb_s=25.0,
     peak_source="measured streaming read",
     verify_width=5,
+    sampling=Sampling(),
 )
 WEIGHT_BYTES = 80_000_000
 KV_BYTES = 4_000_000

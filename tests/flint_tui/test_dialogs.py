@@ -66,6 +66,7 @@ async def test_sampling_is_changed_and_used() -> None:
         await wait(pilot, lambda: app.screen is app.chat)
         await ask(pilot, "a")
         options = engine.asked[0][1]
+        assert options.sampling is not None
         assert (options.sampling.temperature, options.sampling.top_k, options.sampling.seed) == (0.7, 40, 7)
         assert options.max_tokens == 64
 
