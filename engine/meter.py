@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engine.backends.base import ByteLedger
-from engine.config import ModelConfig
 from engine.events import Tokens
-from engine.packed import PackedModel
+
+if TYPE_CHECKING:  # the screen's first paint adds up readings, and does without numpy
+    from engine.backends.base import ByteLedger
+    from engine.config import ModelConfig
+    from engine.packed import PackedModel
 
 
 def tensor_kind(name: str) -> str:
@@ -41,6 +44,8 @@ def step_ledger(
     the embedding is tied, the head reads it whole ("head" need not be listed).
     kv_element_bytes: bytes of one stored key or value element.
     """
+    from engine.backends.base import ByteLedger
+
     read = dict(weights)
     table = read["embed"]
     read["embed"] = table // config.vocab_size * tokens
