@@ -11,25 +11,19 @@
 
 static_assert(KV_BLOCK == 16, "one tile of the second product");
 
-// Which keys this SM attends to at `position` cached positions.
-struct KeyShare {
-    int splits;  // of every head
-    int head, split;
-    int first, blocks;  // cached blocks
-    bool tail, active;
-
-    __device__ __forceinline__ KeyShare(int sm, int position) {
-        const int all = (position + KV_BLOCK - 1) / KV_BLOCK + 1;  // and the tail
-        const int each = max(BLOCKS_PER_SPLIT, (all + MAX_SPLITS - 1) / MAX_SPLITS);
-        splits = (all + each - 1) / each;
-        head = sm % KV_HEADS;
-        split = sm / KV_HEADS;
-        active = split < splits;
-        first = split * each;
-        tail = split == splits - 1;
-        blocks = (tail ? all - 1 : first + each) - first;
-    }
-};
+__device__ __forceinline__ KeyShare key_share(int sm, int position) {
+    KeyShare share;
+    const int all = (position + KV_BLOCK - 1) / KV_BLOCK + 1;  // and the tail
+    const int each = max(BLOCKS_PER_SPLIT, (all + MAX_SPLITS - 1) / MAX_SPLITS);
+    share.splits = (all + each - 1) / each;
+    share.head = sm % KV_HEADS;
+    share.split = sm / KV_HEADS;
+    share.active = share.split < share.splits;
+    share.first = share.split * each;
+    share.tail = share.split == share.splits - 1;
+    share.blocks = (share.tail ? all - 1 : share.first + each) - share.first;
+    return share;
+}
 
 // The arena's other use.
 struct AttentionArena {
@@ -207,9 +201,9 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
 
 // This SM's part of one layer's attention, published as HEAD_DIM normalised sums, a maximum and a sum per query row.
 __device__ __forceinline__ void attention(Context& c, Profile& profile, int layer, int position, u32 tag) {
+    if (!c.s.share.active) return;
     c.forget();
-    const KeyShare share(c.sm, position);
-    if (!share.active) return;
+    const KeyShare& share = c.s.share;
     AttentionArena& arena = *reinterpret_cast<AttentionArena*>(c.arena);
     c.sync();  // the arena may still hold sums that are being reduced
     receive_heads(c, share, layer, position, tag);
@@ -223,21 +217,27 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
         const int row = query_block * 8 + c.lane / 4;
         Gathered gathered;
         Cursor at = c.cursor;
-        int stage = 0;
-        for (int b = key_warp; b < share.blocks; b += KEY_WARPS) {
-            at.advance(b / KV_PER_STAGE - stage);
-            stage = b / KV_PER_STAGE;
-            barrier_wait(&c.s.ring.full[at.slot], at.parity, WAIT_FULL);
-            const u8* const block = c.slots + at.slot * STAGE_BYTES + b % KV_PER_STAGE * KV_BYTES;
-            const int valid = position - (share.first + b) * KV_BLOCK;
-            if (valid >= KV_BLOCK)
+        at.advance(key_warp / KV_PER_STAGE);
+        const int blocks = share.blocks;
+        const int all = blocks + share.tail;  // the tail comes last
+#pragma unroll 1
+        for (int b = key_warp; b < all; b += KEY_WARPS) {
+            const u8* block = arena.tail;
+            int visible = min(row / GROUP_HEADS, COLUMNS - 1) + 1, written = COLUMNS;
+            if (b < blocks) {
+                barrier_wait(&c.s.ring.full[at.slot], at.parity, WAIT_FULL);
+                block = c.slots + at.slot * STAGE_BYTES + b % KV_PER_STAGE * KV_BYTES;
+                visible = written = min(position - (share.first + b) * KV_BLOCK, KV_BLOCK);
+            }
+            if (written == KV_BLOCK)
                 attend<false>(gathered, block, queries, KV_BLOCK, KV_BLOCK, c.lane);
             else
-                attend<true>(gathered, block, queries, valid, valid, c.lane);
-            release(c.s.ring, at.slot);
+                attend<true>(gathered, block, queries, visible, written, c.lane);
+            if (b < blocks) {
+                release(c.s.ring, at.slot);
+                at.advance((b + KEY_WARPS) / KV_PER_STAGE - b / KV_PER_STAGE);
+            }
         }
-        if (share.tail && key_warp == share.blocks % KEY_WARPS)
-            attend<true>(gathered, arena.tail, queries, min(row / GROUP_HEADS, COLUMNS - 1) + 1, COLUMNS, c.lane);
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 1);
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 2);
         const int g = c.lane / 4, t = c.lane % 4;
@@ -285,57 +285,65 @@ template <class P>
 __device__ __forceinline__ void stage_attention(const Context& c, int splits, u32 tag) {
     using I = Items<P>;
     constexpr int LANE = I::LANE, AT_ONCE = 4;
+    static_assert(MAX_SPLITS <= 16 && 16 * LANE <= HEAD_DIM, "16 lanes share a head, and hold its splits' weights");
+    const bool wanted = c.lane % 16 < splits;
+    // Two items at once, where a warp has two, made the phase slower (H200: 983 against 944 us a token).
 #pragma unroll 1
     for (int item = c.warp; item < I::ALL; item += WARPS) {
         const int column = item / P::X_GROUPS, group = item % P::X_GROUPS, k = group * P::X_GROUP + c.lane * LANE;
         const int at = (column * HEADS + k / HEAD_DIM) * MAX_SPLITS;
-        const u32* const weights = c.p.scratch + HOP_WEIGHTS + at * 2;
-        const u32* const values = c.p.scratch + HOP_ATTENTION + at * HEAD_DIM + k % HEAD_DIM;
-        // The wait is long, so only one word is polled until the last split has come; then everything is read.
+        // Lane l polls the weight of split l % 16 of its own head: few bytes, because the wait is long.
+        const u32* const weights = c.p.scratch + HOP_WEIGHTS + (at + c.lane % 16) * 2;
+        uint2 weight;
         Watchdog watchdog;
-        while (!__all_sync(ALL_LANES, fresh(load_word(weights + (splits - 1) * 2 + 1), tag))) watchdog.tick(WAIT_ATTENTION);
-        float largest = NOTHING, sum = 0.0f, v[LANE] = {};
+        const auto weight_ready = [&] { return !wanted || (fresh(weight.x, tag) && fresh(weight.y, tag)); };
+        while (true) {
+            weight = load_words2(weights);
+            // A warp's second item comes about when its first did: its weights and values are fetched together.
+            if (item != c.warp || __all_sync(ALL_LANES, weight_ready())) break;
+            watchdog.tick(WAIT_ATTENTION);
+        }
+        const u32* const values = c.p.scratch + HOP_ATTENTION + at * HEAD_DIM + k % HEAD_DIM;
+        float factor = 0.0f, v[LANE] = {};
+#pragma unroll 1
         for (int s = 0; s < splits; s += AT_ONCE) {
-            uint2 weight[AT_ONCE];
             u32 w[AT_ONCE][LANE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) load_lane_words(w[i], values + min(s + i, splits - 1) * HEAD_DIM);
+            if (s == 0) {  // while the values are on their way
+                while (item != c.warp && !__all_sync(ALL_LANES, weight_ready())) {
+                    weight = load_words2(weights);
+                    watchdog.tick(WAIT_ATTENTION);
+                }
+                const float sum = value_of(weight.y), own = wanted && sum > 0.0f ? value_of(weight.x) : NOTHING;
+                float largest = own;
+#pragma unroll
+                for (int o = 8; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, o));
+                factor = own == NOTHING ? 0.0f : exp2_fast(own - largest) * sum;
+                float all = factor;
+#pragma unroll
+                for (int o = 8; o; o >>= 1) all += __shfl_xor_sync(ALL_LANES, all, o);
+                factor = __fdividef(factor, all);
+            }
             while (true) {
                 bool ready = true;
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    const int split = min(s + i, splits - 1);
-                    weight[i] = load_words2(weights + split * 2);
-                    load_lane_words(w[i], values + split * HEAD_DIM);
-                }
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    ready &= fresh(weight[i].x, tag) && fresh(weight[i].y, tag);
+                for (int i = 0; i < AT_ONCE; i++)
 #pragma unroll
                     for (int e = 0; e < LANE; e++) ready &= fresh(w[i][e], tag);
-                }
                 if (__all_sync(ALL_LANES, ready)) break;
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; i++) load_lane_words(w[i], values + min(s + i, splits - 1) * HEAD_DIM);
                 watchdog.tick(WAIT_ATTENTION);
             }
-            float most = largest;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                if (s + i < splits) most = fmaxf(most, value_of(weight[i].x));
-            const float shrink = exp2_fast(largest - most);
-            largest = most;
-            sum *= shrink;
-#pragma unroll
-            for (int e = 0; e < LANE; e++) v[e] *= shrink;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                const float l = value_of(weight[i].y);
-                const float f = s + i < splits && l > 0.0f ? exp2_fast(value_of(weight[i].x) - largest) * l : 0.0f;
-                sum += f;
+                const float f = __shfl_sync(ALL_LANES, factor, (c.lane & 16) + min(s + i, 15));
 #pragma unroll
-                for (int e = 0; e < LANE; e++) v[e] += f * value_of(w[i][e]);
+                for (int e = 0; e < LANE; e++)
+                    if (s + i < splits) v[e] += f * value_of(w[i][e]);
             }
         }
-        const float inverse = __fdividef(1.0f, sum);
-#pragma unroll
-        for (int e = 0; e < LANE; e++) v[e] *= inverse;
         put<P>(c, v, column, group);
     }
 }

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kernels.cuda.check import CASES
+from kernels.cuda.check import CASES, compile_all, plan_of
+from kernels.cuda.driver import Driver
 from kernels.cuda.plan import KernelDims
 
 MODELS: dict[str, dict[str, int]] = {
@@ -33,6 +34,11 @@ MODELS: dict[str, dict[str, int]] = {
 
 def kv_bytes(d: KernelDims, positions: int) -> int:
     return 2 * d.layers * d.kv_heads * d.head_dim * 2 * positions
+
+
+def read_tuning(text: str, profile: bool) -> dict[str, int]:
+    pairs = (pair.split("=") for pair in text.split(",") if pair)
+    return {name: int(value) for name, value in pairs} | ({"PROFILE": 1} if profile else {})
 
 
 def measure(kernel: Any, columns: int, context: int, tokens: int, rounds: int) -> list[float]:
@@ -86,10 +92,19 @@ def main() -> None:
     model = random_model(dims, case.kind, case.group, head=case.head)
     cache = Path(tempfile.gettempdir()) / "flint-cubins"
     rows = []
+    gpu = Driver().gpu()
+    variants = [read_tuning(v, options.profile) for v in options.set or [""]]
+    columns_wanted = [int(c) for c in options.columns.split(",")]
+    compile_all(
+        [
+            plan_of(dims, case, gpu.sm_count, gpu.shared_per_block, columns, tuning)
+            for tuning in variants
+            for columns in columns_wanted
+        ],
+        cache,
+    )
     for variant in options.set or [""]:
-        tuning = {n: int(v) for n, v in (pair.split("=") for pair in variant.split(",") if pair)}
-        if options.profile:
-            tuning["PROFILE"] = 1
+        tuning = read_tuning(variant, options.profile)
         started = time.perf_counter()
         kernel = Megakernel(
             dims,
@@ -107,7 +122,7 @@ def main() -> None:
         weights = sum(kernel.weight_bytes.values())
         for context in contexts:
             base = None
-            for columns in (int(c) for c in options.columns.split(",")):
+            for columns in columns_wanted:
                 times = measure(kernel, columns, context, options.tokens, options.rounds)
                 median = statistics.median(times)
                 base = base or median

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.cuda.driver import Driver
 from kernels.cuda.kv_layout import pack_keys, pack_values
 from kernels.cuda.plan import KernelDims
 
@@ -126,17 +127,119 @@ def run_case(name: str, case: Case, cache: Path) -> dict[str, Any]:
         for m in case.columns:
             compare(f"{m} columns at {start}", m, position)
             position += m
+    streams = check_streams(kernel, d, case)
     worst = max(errors.values())
     registers = {c: (r.registers, r.spills) for c in (1, 8) for r in [kernel.report(c)[0]]}
     kernel.close()
     return {
         "name": name,
         "worst": worst,
-        "ok": worst < LOGIT_TOLERANCE,
+        "ok": worst < LOGIT_TOLERANCE and all(streams.values()),
         "errors": errors,
+        "streams": streams,
         "float32 cache": rounding[0],
         "registers": registers,
     }
+
+
+def check_streams(kernel: Any, d: KernelDims, case: Case) -> dict[str, bool]:
+    """The whole loop against steps: the same tokens, for every way of choosing them; twice the same; stops in time."""
+    from kernels.cuda.megakernel import DeviceSampling
+    from kernels.cuda.reference import draw
+
+    ways = {
+        "greedy": DeviceSampling(),
+        "greedy, penalty": DeviceSampling(repeat_penalty=1.3, repeat_window=8),
+        "temperature": DeviceSampling(temperature=1.0, seed=11),
+        "top-k": DeviceSampling(temperature=0.9, top_k=40, seed=12),
+        "top-p": DeviceSampling(temperature=1.1, top_p=0.9, seed=13),
+        "all": DeviceSampling(
+            temperature=0.8, top_k=100, top_p=0.95, min_p=0.02, repeat_penalty=1.1, repeat_window=16, seed=1 << 40
+        ),
+    }
+    outcome = {}
+    first: list[int] = []
+    prompt = [3, 1, 4, 1, 5]
+    for name, way in ways.items():
+        kernel.step(prompt[:-1], 0)
+        first = kernel.stream(prompt[-1], len(prompt) - 1, way, 48, [], prompt).wait()[0]
+        again = kernel.stream(prompt[-1], len(prompt) - 1, way, 48, [], prompt).wait()[0]
+        history, right = list(prompt), first == again and len(first) == 48
+        for id_ in first:  # teacher-forced, so that one rounding does not spoil what follows
+            logits = kernel.step(history[-1:], len(history) - 1)[0][0]
+            expected, distance = draw(logits, way, history)
+            right &= expected == id_ or distance < 1e-5
+            history.append(id_)
+        outcome[name] = right
+    kernel.step(prompt[:-1], 0)
+    endless = kernel.stream(prompt[-1], len(prompt) - 1, ways["greedy"], 10**9, [], prompt)
+    while len(endless.poll()[0]) == 0:
+        pass
+    endless.cancel()
+    rest = len(endless.wait()[0])
+    outcome["cancel"] = rest < case.context - 8
+    stop = first[7]
+    got = kernel.stream(prompt[-1], len(prompt) - 1, ways["all"], 48, [stop], prompt).wait()[0]
+    outcome["stop id"] = got == first[: first.index(stop) + 1]
+    return outcome
+
+
+def compile_all(plans: list[Any], cache: Path) -> None:
+    """Compile the cubins of all plans, side by side."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile, [(plan.constants, str(cache)) for plan in plans]))
+
+
+def _compile(job: tuple[dict[str, str], str]) -> None:
+    from kernels.build import CUDA_DIRECTORY, architecture, compile_cubin
+    from kernels.cuda.driver import Driver
+
+    gpu = Driver().gpu()
+    compile_cubin(
+        CUDA_DIRECTORY / "megakernel.cu",
+        arch=architecture(gpu.capability),
+        defines=job[0],
+        cache=Path(job[1]),
+        driver_version=gpu.driver_version,
+    )
+
+
+def plan_of(dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: int, tuning: Any = None) -> Any:
+    """The plan of a case without its weights."""
+    from kernels.cuda.plan import BALANCE, key_readers, make_plan, phases_of, split_tiles
+
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    sizes = {
+        "q": (queries, dims.hidden),
+        "k": (keys, dims.hidden),
+        "v": (keys, dims.hidden),
+        "o": (dims.hidden, queries),
+        "gate": (dims.intermediate, dims.hidden),
+        "up": (dims.intermediate, dims.hidden),
+        "down": (dims.hidden, dims.intermediate),
+    }
+    matrices = {
+        f"layers.{i}.{n}": Stored(case.kind, case.group, *size) for i in range(dims.layers) for n, size in sizes.items()
+    }
+    matrices["embed"] = matrices["head"] = Stored(*(case.head or (case.kind, case.group)), dims.vocab, dims.hidden)
+    phases = phases_of(dims, matrices)
+    balance = (tuning or {}).get("BALANCE_PERCENT", 100 * BALANCE) / 100
+    split = split_tiles(phases, dims.layers, sms, balance, key_readers(dims, tuning or {}))
+    return make_plan(dims, phases, split, sms, shared_limit, columns, matrices["embed"], tuning)
+
+
+class Stored:
+    """A matrix without its values."""
+
+    q = scale = None
+
+    def __init__(self, kind: str, group: int, n: int, k: int) -> None:
+        self.format = kind.removesuffix("_asymmetric")
+        self.n, self.k, self.group = n, k, group
+        self.minimum = True if kind.endswith("_asymmetric") else None
 
 
 def main() -> int:
@@ -147,6 +250,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cache = Path(tempfile.gettempdir()) / "flint-cubins"
+    gpu = Driver().gpu()
+    plans = [
+        plan_of(CASES[name].dims, CASES[name], gpu.sm_count, gpu.shared_per_block, columns)
+        for name in options.names or CASES
+        for columns in (1, 2, 4, 8)
+    ]
+    compile_all(plans, cache)
     results = []
     for name in options.names or CASES:
         result = run_case(name, CASES[name], cache)
@@ -157,7 +267,7 @@ def main() -> int:
             f"{result['float32 cache']:.1e} against a float32 cache; registers, spills {result['registers']}"
         )
         if not result["ok"]:
-            print("   ", {k: f"{v:.1e}" for k, v in result["errors"].items()})
+            print("   ", {k: f"{v:.1e}" for k, v in result["errors"].items()}, result["streams"])
         sys.stdout.flush()
         torch.cuda.empty_cache()
     if options.json:

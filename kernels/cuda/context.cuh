@@ -49,15 +49,28 @@ struct Parameters {  // mirrored by megakernel.py
 
 constexpr int PADDED_TOKENS = TOKEN_TILES * 4;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int MOST_X_GROUPS =
-    larger(larger(Qkv::X_GROUPS, Out::X_GROUPS), larger(larger(GateUp::X_GROUPS, Down::X_GROUPS), Head::X_GROUPS));
-constexpr int MOST_SUMS = larger(larger(Qkv::SUMS, Out::SUMS), larger(larger(GateUp::SUMS, Down::SUMS), Head::SUMS));
+constexpr int MOST_GROUPS =
+    larger(larger(Qkv::GROUPS, Out::GROUPS), larger(larger(GateUp::GROUPS, Down::GROUPS), Head::GROUPS)) + 3 & ~3;
+
+// What the products need to know of one scale group's channels of x.
+struct GroupOfX {
+    float scale;  // of the fixed-point x
+    int sum;      // of the fixed-point x, times -8 for symmetric int4; unused by int8
+};
+
+// A KV head's split of the keys that an SM attends to; the same for all layers of a token (attention.cuh).
+struct KeyShare {
+    int splits;         // of every head
+    int head, split;    // this SM's
+    int first, blocks;  // cached blocks
+    int tail, active;
+};
 
 struct Shared {
     RingBarriers ring;
     SmTiles tiles;
-    float x_scale[PADDED_TOKENS][MOST_X_GROUPS];
-    int x_sum[PADDED_TOKENS][MOST_SUMS];
+    alignas(16) GroupOfX x[PADDED_TOKENS][MOST_GROUPS];  // by the weights' scale groups
+    KeyShare share;
     float squares[COLUMNS][HIDDEN / Qkv::X_GROUP];
     float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
     float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];
@@ -77,7 +90,7 @@ struct Shared {
 static_assert(STAGES * STAGE_BYTES + ARENA_BYTES + sizeof(Shared) <= SHARED_BYTES, "plan.py counts shared memory");
 static_assert(X_BYTES + PART_BYTES <= ARENA_BYTES, "x and sums fit the arena");
 
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void sync_consumers() { sync_threads<CONSUMERS>(); }
 
 struct Context {
     const Parameters& p;

@@ -121,17 +121,13 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
         if (p.repeat_penalty != 1.0f) Window::slide(c, index, token);
         c.s.stop = last;
         // The next token's keys may be fetched: what other SMs stored is visible, also to the copy engine.
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.proxy.async;" ::: "memory");
-#endif
+        fence_for_copies();
         barrier_arrive(&c.s.ring.go);
     }
     if (c.sm == 0 && threadIdx.x == 32) {
         store_word(reinterpret_cast<u32*>(p.ids) + index, u32(token));
         const u64 now = nanoseconds();
-        asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p.host_tokens + index), "r"(u32(token)),
-                     "r"(u32(index + 1)), "r"(u32(now)), "r"(u32(now >> 32))
-                     : "memory");
+        store_for_host(p.host_tokens + index, u32(token), u32(index + 1), u32(now), u32(now >> 32));
     }
     profile.stamp(25);
     return token;

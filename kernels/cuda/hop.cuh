@@ -39,26 +39,37 @@ __device__ __forceinline__ void load_lane_words(u32 (&w)[N], const u32* p) {
     }
 }
 
+template <int N>
+__device__ __forceinline__ void load_weights(float (&w)[N], const float* p) {
+    if constexpr (N == 4) {
+        const float4 v = __ldg(reinterpret_cast<const float4*>(p));
+        w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+    } else {
+        const float2 v = __ldg(reinterpret_cast<const float2*>(p));
+        w[0] = v.x, w[1] = v.y;
+    }
+}
+
 // Puts one group of one column into shared memory; v: the lane's consecutive channels of the group.
 template <class P, int N>
 __device__ __forceinline__ void put(const Context& c, const float (&v)[N], int column, int group) {
     static_assert(N * 32 == P::X_GROUP, "a warp stages a group");
-    const int within = c.lane * N, k = within % 64;
-    const int block = group * (P::X_GROUP / 64) + within / 64;
-    // A block's 64 channels in the order of the lanes t = 0..3 that multiply them: 8 of the first 32, 8 of the rest.
+    const int within = c.lane * N, k = within % 64, block = group * (P::X_GROUP / 64) + within / 64;
+    // A block's 64 channels lie as 16-byte rows, one for each operand register of the product: four channels (two in
+    // bf16) of each of the lanes t = 0 .. 3, which own channels 8t .. 8t + 7 of the first 32 and of the rest.
     const int t = k / 8 % 4, half = k / 32;
-    u8* const high = c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK;
+    u8* const high = c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK + t * 4;
     if constexpr (P::FORMAT == BF16) {
-        u8* const at = high + half * 64 + t * 16 + k % 8 * 2;
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
+            u8* const at = high + (half * 4 + k % 8 / 2 + i / 2) * 16;
             const u32 h = to_bf16x2(v[i], v[i + 1]);
             const u32 l = to_bf16x2(v[i] - from_bf16(h & 0xffff), v[i + 1] - __uint_as_float(h & 0xffff0000));
-            *reinterpret_cast<u32*>(at + 2 * i) = h;
-            *reinterpret_cast<u32*>(at + P::X_STRIDE + 2 * i) = l;
+            *reinterpret_cast<u32*>(at) = h;
+            *reinterpret_cast<u32*>(at + P::X_STRIDE) = l;
         }
     } else {
-        u8* const at = high + t * 16 + half * 8 + k % 8;
+        u8* const at = high + (half * 2 + k / 4 % 2) * 16 + k % 4;
         float largest = 0.0f;
 #pragma unroll
         for (int i = 0; i < N; i++) largest = fmaxf(largest, fabsf(v[i]));
@@ -83,17 +94,18 @@ __device__ __forceinline__ void put(const Context& c, const float (&v)[N], int c
             *reinterpret_cast<u16*>(at) = u16(__byte_perm(fixed[0] + 128, fixed[1] + 128, 0x0051));
             *reinterpret_cast<u16*>(at + P::X_STRIDE) = u16(__byte_perm(fixed[0], fixed[1], 0x0040));
         }
-        if (c.lane == 0) c.s.x_scale[column][group] = largest * (1.0f / FIXED_POINT);
-        if constexpr (P::IS_INT4) {  // the zero point meets x as a sum over each scale group
-            constexpr int LANES = P::GROUP / N;
+        constexpr int LANES = P::GROUP / N;  // lanes that share a scale group of the weights
+        if constexpr (P::IS_INT4) {          // its zero point meets x as a sum
             if constexpr (LANES == 32) {
                 sum = __reduce_add_sync(ALL_LANES, sum);
             } else {
 #pragma unroll
                 for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, o);
             }
-            if (c.lane % LANES == 0) c.s.x_sum[column][group * (32 / LANES) + c.lane / LANES] = P::FORMAT == INT4 ? -8 * sum : sum;
+            if constexpr (P::FORMAT == INT4) sum *= -8;
         }
+        if (c.lane % LANES == 0)
+            c.s.x[column][group * (32 / LANES) + c.lane / LANES] = GroupOfX{largest * (1.0f / FIXED_POINT), sum};
     }
 }
 
@@ -124,21 +136,19 @@ __device__ __forceinline__ void stage_words(const Context& c, const u32* words, 
             const int safe = min(item[i], I::ALL - 1), column = safe / P::X_GROUPS, group = safe % P::X_GROUPS;
             const int k = group * P::X_GROUP + c.lane * I::LANE;
             source[i] = words + column * P::K + piece * P::STAGED_K + k;
-            if constexpr (NORM) {
-#pragma unroll
-                for (int e = 0; e < I::LANE; e++) weight[i][e] = __ldg(norm + k + e);
-            }
+            if constexpr (NORM) load_weights(weight[i], norm + k);
         }
         Watchdog watchdog;
         while (true) {
             bool ready = true;
 #pragma unroll
             for (int i = 0; i < I::AT_ONCE; i++)
-                if (item[i] < I::ALL) load_lane_words(w[i], source[i]);
+                if (i == 0 || item[i] < I::ALL) load_lane_words(w[i], source[i]);
 #pragma unroll
             for (int i = 0; i < I::AT_ONCE; i++)
+                if (i == 0 || item[i] < I::ALL)
 #pragma unroll
-                for (int e = 0; e < I::LANE; e++) ready &= item[i] >= I::ALL || fresh(w[i][e], tag);
+                    for (int e = 0; e < I::LANE; e++) ready &= fresh(w[i][e], tag);
             if (__all_sync(ALL_LANES, ready)) break;
             watchdog.tick(where);
         }
@@ -165,23 +175,28 @@ __device__ __forceinline__ void stage_words(const Context& c, const u32* words, 
     }
 }
 
-// One channel of a token's embedding, from the matrix as it is packed.
-__device__ __forceinline__ float embedding(const Parameters& p, int token, int k) {
-    float v;
+// N (1, 2 or 4; k a multiple of N) consecutive channels of a token's embedding, from the matrix as it is packed.
+template <int N>
+__device__ __forceinline__ void embedding(const Parameters& p, int token, int k, float (&v)[N]) {
+    const size_t at = size_t(token) * HIDDEN + k;
     if constexpr (EMBED_FORMAT == BF16) {
-        v = from_bf16(__ldg(static_cast<const u16*>(p.embed_q) + size_t(token) * HIDDEN + k));
+#pragma unroll
+        for (int e = 0; e < N; e++) v[e] = from_bf16(__ldg(static_cast<const u16*>(p.embed_q) + at + e));
     } else {
         const size_t group = size_t(token) * (HIDDEN / EMBED_GROUP) + k / EMBED_GROUP;
         const float scale = from_half(__ldg(p.embed_scale + group));
         if constexpr (EMBED_FORMAT == INT8) {
-            v = float(__ldg(static_cast<const signed char*>(p.embed_q) + size_t(token) * HIDDEN + k)) * scale;
+#pragma unroll
+            for (int e = 0; e < N; e++) v[e] = float(__ldg(static_cast<const signed char*>(p.embed_q) + at + e)) * scale;
         } else {
-            const u32 byte = __ldg(static_cast<const u8*>(p.embed_q) + (size_t(token) * HIDDEN + k) / 2);
-            const float q = float((byte >> (k % 2 * 4)) & 15);
-            v = EMBED_FORMAT == INT4 ? (q - 8.0f) * scale : q * scale + from_half(__ldg(p.embed_minimum + group));
+            const u32 word = __ldg(static_cast<const u32*>(p.embed_q) + at / 8) >> (k % 8 * 4);
+            const float minimum = EMBED_FORMAT == INT4 ? -8.0f * scale : from_half(__ldg(p.embed_minimum + group));
+#pragma unroll
+            for (int e = 0; e < N; e++) v[e] = float(word >> (4 * e) & 15) * scale + minimum;
         }
     }
-    return v * EMBEDDING_MULTIPLIER;
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] *= EMBEDDING_MULTIPLIER;
 }
 
 // Layer 0's input: every SM embeds the tokens itself.
@@ -196,14 +211,15 @@ __device__ __forceinline__ void stage_embedding(const Context& c, const int (&to
 #pragma unroll
         for (int i = 1; i < COLUMNS; i++)
             if (column == i) token = tokens[i];
-        float v[I::LANE], squares = 0.0f;
+        float v[I::LANE], weight[I::LANE], squares = 0.0f;
+        load_weights(weight, norm + group * P::X_GROUP + c.lane * I::LANE);
+        embedding(c.p, token, group * P::X_GROUP + c.lane * I::LANE, v);
 #pragma unroll
         for (int e = 0; e < I::LANE; e++) {
             const int k = group * P::X_GROUP + c.lane * I::LANE + e;
-            v[e] = embedding(c.p, token, k);
             if (feature) feature[column * P::K + k] = v[e];
             squares += v[e] * v[e];
-            v[e] *= __ldg(norm + k);
+            v[e] *= weight[e];
         }
         put<P>(c, v, column, group);
         squares = warp_sum(squares);

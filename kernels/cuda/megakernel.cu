@@ -17,7 +17,7 @@
 template <class P>
 __device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTiles& tiles, const u8* source) {
     // Chunks and batches begin a new stage, as they do for the readers.
-    constexpr int AT_ONCE = P::BATCH < P::MOST_TILES ? P::BATCH : P::MOST_TILES;
+    constexpr int AT_ONCE = P::TILES_AT_ONCE;
     for (int chunk = 0; chunk < P::CHUNKS; chunk++)
         for (int left = tiles.count[P::INDEX]; left > 0; left -= AT_ONCE) {
             const int units = min(left, AT_ONCE) * P::UNITS;
@@ -34,9 +34,11 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
     u32 go_parity = 0;
     for (int token = 0;; token++) {
         const int position = p.position + token;
-        const KeyShare share(blockIdx.x, position);
+        const KeyShare share = key_share(blockIdx.x, position);
         bool may_go_on = token == 0;
-        // Runs at most a few phases ahead of the choice of the token, so that little is streamed in vain.
+        // May run ahead of the choice of the token as far as the ring holds it all: if this was the last token, nobody
+        // will make room.
+        constexpr bool QKV_FITS = Qkv::MOST_STAGES <= STAGES, OUT_FITS = Qkv::MOST_STAGES + Out::MOST_STAGES <= STAGES;
         const auto await_token = [&] {
             if (may_go_on) return true;
             may_go_on = true;
@@ -46,7 +48,9 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
         };
         const u8* source = stream;
         for (int layer = 0; layer < LAYERS; layer++) {
+            if (!QKV_FITS && !await_token()) return producer.drain();
             source = stream_phase<Qkv>(producer, tiles, source);
+            if (!OUT_FITS && !await_token()) return producer.drain();
             if (share.active) {
                 if (!await_token()) return producer.drain();
                 const u8* const keys = reinterpret_cast<const u8*>(
@@ -71,8 +75,9 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
                                           const int (&tokens)[COLUMNS]) {
     u32* const hop = c.p.scratch;
     const float* const norms = c.p.norms + size_t(layer) * 2 * HIDDEN;
+    // The layer's input is copied out by an SM that reads it: those with the highest numbers have tiles of qkv.
     const auto feature_of = [&](int at) -> float* {
-        if (!c.p.features || at % SMS != c.sm) return nullptr;
+        if (!c.p.features || c.sm != SMS - 1) return nullptr;
         const int slot = __ldg(c.p.feature_slot + at);
         return slot < 0 ? nullptr : c.p.features + size_t(slot) * COLUMNS * HIDDEN;
     };
@@ -106,9 +111,8 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
         store_word(hop + target + column * HIDDEN + first * TILE_ROWS + row, word(x, tag));
     };
 
-    const int splits = KeyShare(c.sm, position).splits;
     run_phase<Out>(
-        c, profile, 8, [&](int) { stage_attention<Out>(c, splits, tag); },
+        c, profile, 8, [&](int) { stage_attention<Out>(c, c.s.share.splits, tag); },
         [&](int tile, int column, float2 sums) { add(tile, column, sums, HOP_MIDDLE, c.tiles.first[Out::INDEX]); });
 
     run_phase<GateUp>(
@@ -143,14 +147,17 @@ __device__ __forceinline__ void consume(Context& c) {
 #pragma unroll
             for (int column = 1; column < COLUMNS; column++)
                 if (i % COLUMNS == column) token = tokens[column];
-            c.s.residual[i / COLUMNS][i % COLUMNS] =
-                embedding(p, token, c.tiles.first[Out::INDEX] * TILE_ROWS + i / COLUMNS);
+            float x[1];
+            embedding(p, token, c.tiles.first[Out::INDEX] * TILE_ROWS + i / COLUMNS, x);
+            c.s.residual[i / COLUMNS][i % COLUMNS] = x[0];
         }
         rotary_table(c, position);
+        if (threadIdx.x == 0) c.s.share = key_share(c.sm, position);
+        c.sync();
 #pragma unroll 1
         for (int layer = 0; layer < LAYERS; layer++) run_layer(c, profile, layer, position, ++tag, tokens);
         float* feature = nullptr;
-        if (p.features && LAYERS % SMS == c.sm && __ldg(p.feature_slot + LAYERS) >= 0)
+        if (p.features && c.sm == 0 && __ldg(p.feature_slot + LAYERS) >= 0)
             feature = p.features + size_t(__ldg(p.feature_slot + LAYERS)) * COLUMNS * HIDDEN;
         const u64 best = run_head(c, profile, tag, p.norms + size_t(LAYERS) * 2 * HIDDEN, feature);
         if (p.mode == STEP) break;
@@ -169,23 +176,23 @@ __device__ __forceinline__ void consume(Context& c) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid_constant__ Parameters p) {
-    extern __shared__ __align__(128) u8 memory[];
-    u8* const slots = memory;
+    u8* const slots = dynamic_shared_memory();
     u8* const arena = slots + STAGES * STAGE_BYTES;
     Shared& s = *reinterpret_cast<Shared*>(arena + ARENA_BYTES);
     if (threadIdx.x == 0) {
         s.tiles = p.tiles[blockIdx.x];
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(&s.ring.full[i], FULL_ARRIVALS);
+            barrier_init(&s.ring.full[i], COPY_ARRIVALS);
             barrier_init(&s.ring.empty[i], EMPTY_ARRIVALS);
         }
         barrier_init(&s.ring.go, 1);
         s.stop = 0;
         s.stop_asked = 0;
-        if (blockIdx.x == 0) stalled_report = p.host_report;
-#if __CUDA_ARCH__ >= 900
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+        if (blockIdx.x == 0) {
+            stalled_report = p.host_report;
+            gave_up = 0;
+        }
+        barriers_are_initialised();
         if (blockIdx.x == 0 && p.host_started) {
             reinterpret_cast<volatile u64*>(p.host_started)[1] = nanoseconds();
             *reinterpret_cast<volatile u32*>(p.host_started) = 1;
@@ -193,8 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
     }
     __syncthreads();
     if (threadIdx.x >= CONSUMERS) {
-        produce(p, s, slots);
+        give_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x < CONSUMERS + 32) produce(p, s, slots);
     } else {
+        take_registers<CONSUMER_REGISTERS>();
         Context c{p, s, slots, arena, s.tiles, Cursor{}};
         consume(c);
     }

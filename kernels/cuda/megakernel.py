@@ -206,7 +206,10 @@ class Megakernel:
         self._cache, self._progress, self._tuning = cubin_cache, progress, dict(tuning or {})
         self._matrices_embed = matrices["embed"]
         self.phases = planning.phases_of(dims, matrices)
-        self.split = planning.split_tiles(self.phases, dims.layers, self._gpu.sm_count)
+        balance = self._tuning.get("BALANCE_PERCENT", 100 * planning.BALANCE) / 100
+        self.split = planning.split_tiles(
+            self.phases, dims.layers, self._gpu.sm_count, balance, planning.key_readers(dims, self._tuning)
+        )
         self._kernels: dict[int, tuple[Kernel, Plan]] = {}
         self._device = torch.device("cuda", 0)
         self._upload(matrices, vectors, inverse_frequencies)

@@ -22,6 +22,10 @@ CONSUMER_WARPS = 16
 MAX_SPLITS = 16  # of the keys of one KV head
 STAGE_BYTES = 17408  # wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not
 CHUNK_K = 4096  # most K whose activations are staged at once for many columns
+BALANCE = 0.5  # see split_tiles
+NOMINAL_CONTEXT = 1024  # positions, for which the SMs' loads are balanced
+BLOCKS_PER_SPLIT = 17  # of 16 positions; 1,024 positions then make four splits, which one round of loads merges
+WINDOW = 1  # stages in flight; more of them only lengthen the hops
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
 
@@ -125,10 +129,9 @@ class Phase:
     def tile_bytes(self) -> int:
         return self.chunks * self.units * self.unit_bytes
 
-    @property
-    def units_per_stage(self) -> int:
+    def units_per_stage(self, stage_bytes: int) -> int:
         """A power of two that divides the consumer warps, so that a warp keeps its place within a stage."""
-        return 1 << int(math.log2(min(CONSUMER_WARPS, STAGE_BYTES // self.unit_bytes)))
+        return 1 << int(math.log2(max(1, min(CONSUMER_WARPS, stage_bytes // self.unit_bytes))))
 
     @property
     def x_group(self) -> int:
@@ -198,11 +201,14 @@ class Split:
     total_bytes: int
 
 
-def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
+def split_tiles(
+    phases: Mapping[str, Phase], layers: int, sms: int, balance: float = BALANCE, keys: tuple[int, int] = (0, 0)
+) -> Split:
     """Contiguous tiles for every SM. o and down share one assignment, because the owner keeps the residual's rows.
 
-    gate_up evens out the bytes halfway: the ring absorbs an imbalance within a layer, but the SM with the most rows
-    of a phase is also the last to publish them.
+    gate_up evens out the bytes by the share `balance`: the ring absorbs an imbalance within a layer, but the SM with
+    the most rows of a phase is also the last to publish them. keys: the first keys[0] SMs also read keys[1] bytes of
+    the KV cache in a layer.
     """
     o, gate_up, down, qkv = phases["o"], phases["gate_up"], phases["down"], phases["qkv"]
 
@@ -218,7 +224,8 @@ def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
         "head": even(phases["head"].tiles, False),
     }
     load = [
-        0.5 * (counts["qkv"][s] * qkv.tile_bytes + counts["o"][s] * (o.tile_bytes + down.tile_bytes))
+        balance * (counts["qkv"][s] * qkv.tile_bytes + counts["o"][s] * (o.tile_bytes + down.tile_bytes))
+        + balance * (keys[1] if s < keys[0] else 0)
         for s in range(sms)
     ]
     counts["gate_up"] = [0] * sms
@@ -242,6 +249,14 @@ def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
     return Split(first, count, layer_bytes, offset, at)
 
 
+def key_readers(dims: KernelDims, tuning: Mapping[str, int]) -> tuple[int, int]:
+    """How many SMs read keys and values at the nominal context, and how many bytes of a layer each."""
+    blocks = -(-tuning.get("NOMINAL_CONTEXT", NOMINAL_CONTEXT) // KV_BLOCK) + 1
+    each = max(tuning.get("BLOCKS_PER_SPLIT", BLOCKS_PER_SPLIT), -(-blocks // MAX_SPLITS))
+    splits = -(-blocks // each)
+    return splits * dims.kv_heads, blocks // splits * 4 * KV_BLOCK * dims.head_dim
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything the host must know to compile, fill and launch the kernel for one number of columns."""
@@ -254,7 +269,7 @@ class Plan:
     shared_bytes: int  # dynamic shared memory of a block
     constants: dict[str, str]  # the kernel's macros
     scratch_bytes: int  # of the hop buffers, zeroed before each launch
-    threads: int = field(default=(CONSUMER_WARPS + 1) * 32)
+    threads: int = field(default=CONSUMER_WARPS * 32 + 128)
 
 
 def make_plan(
@@ -282,7 +297,8 @@ def make_plan(
         raise Unsupported(f"{group_heads} query heads per KV head with {columns} columns")
     lanes = CONSUMER_WARPS // query_blocks  # warps that share the keys of one block of eight queries
     kv_bytes = 4 * KV_BLOCK * hd
-    kv_per_stage = 1 << int(math.log2(max(1, STAGE_BYTES // kv_bytes)))
+    wanted = tuning.get("STAGE_BYTES", STAGE_BYTES)
+    kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 
     most = {name: max(row[i] for row in split.count) for i, name in enumerate(PHASES)}
     part_unit = columns * TILE_ROWS + 8  # floats; the 8 spread four units over all banks
@@ -291,7 +307,8 @@ def make_plan(
     for name, phase in phases.items():
         per_tile = phase.chunks * phase.units * part_unit * 4
         batch[name] = most[name] if most[name] * per_tile <= budget else max(1, budget // 2 // per_tile)
-        whole = phase.units_per_stage // math.gcd(phase.units_per_stage, phase.units)  # tiles that fill whole stages
+        per_stage = phase.units_per_stage(wanted)
+        whole = per_stage // math.gcd(per_stage, phase.units)  # tiles that fill whole stages
         if whole < batch[name] < most[name]:
             batch[name] -= batch[name] % whole
         if name == "down":
@@ -305,7 +322,7 @@ def make_plan(
         return 1 if columns * phase.k * phase.x_bytes <= 40000 else phase.chunks
 
     def staged(phase: Phase) -> int:
-        return 2 * columns * (phase.k // pieces(phase) * phase.x_bytes // 2 + 64)
+        return 2 * columns * (phase.k // pieces(phase) * phase.x_bytes // 2 + 16)
 
     x = -(-max(staged(p) for p in phases.values()) // 128) * 128
     queries = query_blocks * 2 * 8 * hd * 2
@@ -314,15 +331,13 @@ def make_plan(
     arena = max(x + part, attention)
     arena = -(-arena // 128) * 128
 
-    stage = max([p.units_per_stage * p.unit_bytes for p in phases.values()] + [kv_per_stage * kv_bytes])
+    stage = max([p.units_per_stage(wanted) * p.unit_bytes for p in phases.values()] + [kv_per_stage * kv_bytes])
     stage = -(-stage // 128) * 128
-    groups = max(
-        columns * (p.k // min(p.x_group, p.group or p.x_group)) for p in phases.values()
-    )  # scales and sums of x
+    groups = max(p.k // pieces(p) // (p.group or 64) for p in phases.values()) + 4  # of x, by the weights' scales
     seen = most["head"] * TILE_ROWS * 4
     resid = most["o"] * TILE_ROWS * columns * 4
     rope = columns * hd * 4
-    small = 4 * (-(-columns // 4) * 4) * (groups // columns) * 2 + seen + resid + rope + 4096
+    small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 4096
     room = shared_limit - SHARED_RESERVE - arena - small
     stages = min(tuning.get("STAGES", 32), room // (stage + 16))
     if stages < 3:
@@ -350,11 +365,11 @@ def make_plan(
         "LOGITS_SCALING": f(dims.logits_scaling),
         "CONSUMER_WARPS": str(CONSUMER_WARPS),
         "MAX_SPLITS": str(splits),
-        "BLOCKS_PER_SPLIT": str(tuning.get("BLOCKS_PER_SPLIT", lanes)),
+        "BLOCKS_PER_SPLIT": str(tuning.get("BLOCKS_PER_SPLIT", BLOCKS_PER_SPLIT if query_blocks == 1 else lanes)),
         "KV_PER_STAGE": str(kv_per_stage),
         "STAGE_BYTES": str(stage),
         "STAGES": str(stages),
-        "WINDOW": str(min(tuning.get("WINDOW", 2), stages - 1)),
+        "WINDOW": str(min(tuning.get("WINDOW", WINDOW), stages - 1)),
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
         "PART_BYTES": str(part),
         "X_BYTES": str(x),
@@ -375,7 +390,7 @@ def make_plan(
             f"{prefix}_CHUNKS": str(phase.chunks),
             f"{prefix}_PIECES": str(pieces(phase)),
             f"{prefix}_UNIT_BLOCKS": str(phase.unit_blocks),
-            f"{prefix}_UNITS_PER_STAGE": str(phase.units_per_stage),
+            f"{prefix}_UNITS_PER_STAGE": str(phase.units_per_stage(wanted)),
             f"{prefix}_BATCH": str(batch[name]),
             f"{prefix}_MOST_TILES": str(most[name]),
         }

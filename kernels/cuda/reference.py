@@ -13,6 +13,8 @@ import torch
 
 from kernels.cuda.plan import KernelDims
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @dataclass(frozen=True)
 class RandomMatrix:
@@ -78,14 +80,14 @@ def random_model(
     dims: KernelDims, kind: str, group: int, *, seed: int = 0, head: tuple[str, int] | None = None, theta: float = 1e4
 ) -> RandomModel:
     """A model whose layers are stored as `kind`, `group` and whose embedding (and head) as `head`, on the GPU."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     d, head_format = dims, head or (kind, group)
     queries, keys = d.heads * d.head_dim, d.kv_heads * d.head_dim
     matrices: dict[str, RandomMatrix] = {}
     vectors: dict[str, Any] = {}
 
     def norm(n: int) -> Any:
-        return (1 + 0.2 * torch.randn(n, generator=generator, device="cuda")).cpu().numpy()
+        return (1 + 0.2 * torch.randn(n, generator=generator, device=DEVICE)).cpu().numpy()
 
     for i in range(d.layers):
         for name, n, k in (
@@ -116,10 +118,10 @@ class Reference:
         """cache_dtype: what keys and values are rounded to (bf16 is the kernel's cache; float32 rounds nothing)."""
         dims, vectors, frequencies = model.dims, model.vectors, model.inverse_frequencies
         self.dims, self._matrices, self._cache_dtype = dims, model.matrices, cache_dtype
-        self._vectors = {name: torch.as_tensor(v, device="cuda") for name, v in vectors.items()}
-        self._frequencies = torch.as_tensor(frequencies, device="cuda")
+        self._vectors = {name: torch.as_tensor(v, device=DEVICE) for name, v in vectors.items()}
+        self._frequencies = torch.as_tensor(frequencies, device=DEVICE)
         shape = (dims.layers, dims.kv_heads, capacity, dims.head_dim)
-        self.keys, self.values = (torch.zeros(shape, device="cuda") for _ in range(2))
+        self.keys, self.values = (torch.zeros(shape, device=DEVICE) for _ in range(2))
 
     def _times(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x @ dequantised(self._matrices[name]).T
@@ -131,11 +133,11 @@ class Reference:
         """Logits [M, vocab] and the residual stream entering every layer and the final norm."""
         d, m = self.dims, len(tokens)
         embed = self._matrices["embed"]
-        ids = torch.tensor(list(tokens), device="cuda")
+        ids = torch.tensor(list(tokens), device=DEVICE)
         parts = (None if a is None else a[ids] for a in (embed.scale, embed.minimum))
         picked = RandomMatrix(embed.format, m, embed.k, embed.group, embed.q[ids], *parts)
         x = dequantised(picked) * d.embedding_multiplier
-        where = torch.arange(position, position + m, device="cuda", dtype=torch.float32)
+        where = torch.arange(position, position + m, device=DEVICE, dtype=torch.float32)
         angle = where[:, None] * self._frequencies
         cosine, sine = angle.double().cos().float(), angle.double().sin().float()
 
@@ -158,7 +160,7 @@ class Reference:
             keys = self.keys[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
             values = self.values[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
             score = torch.einsum("mhd,htd->hmt", q, keys) * d.attention_multiplier
-            visible = torch.arange(position + m, device="cuda") <= where[:, None]
+            visible = torch.arange(position + m, device=DEVICE) <= where[:, None]
             score = score.masked_fill(~visible, float("-inf")).softmax(-1)
             a = torch.einsum("hmt,htd->mhd", score, values).reshape(m, -1)
             x = x + d.residual_multiplier * self._times(n + "o", a)
@@ -168,3 +170,43 @@ class Reference:
         entering.append(x)
         head = "embed" if d.tied_head else "head"
         return self._times(head, self._norm("final_norm", x)) / d.logits_scaling, entering
+
+
+def uniform(seed: int, n: int) -> float:
+    """(r + 0.5) / 2^32 with r the first word of Philox4x32-10 of counter n (Salmon et al., SC 2011)."""
+    word = 0xFFFFFFFF
+    c, k = [n & word, 0, 0, 0], [seed & word, seed >> 32]
+    for _ in range(10):
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(b >> 32) ^ c[1] ^ k[0], b & word, (a >> 32) ^ c[3] ^ k[1], a & word]
+        k = [(k[0] + 0x9E3779B9) & word, (k[1] + 0xBB67AE85) & word]
+    return (c[0] + 0.5) / 2**32
+
+
+def draw(logits: torch.Tensor, sampling: Any, history: Sequence[int]) -> tuple[int, float]:
+    """The id that `sampling` (a megakernel.DeviceSampling) chooses after `history`, and how close a call it was.
+
+    The distance to the next id, in units of the whole probability (greedy: of logits), tells rounding from error.
+    """
+    z = logits.double().cpu().clone()
+    if sampling.repeat_penalty != 1.0:
+        seen = torch.tensor(sorted(set(history[-sampling.repeat_window :])))
+        z[seen] = torch.where(z[seen] > 0, z[seen] / sampling.repeat_penalty, z[seen] * sampling.repeat_penalty)
+    if sampling.temperature == 0:
+        best = z.topk(2).values
+        return int(z.argmax()), float(best[0] - best[1])
+    order = torch.argsort(-z, stable=True)  # descending, the lower id first
+    keep = order[: sampling.top_k] if sampling.top_k else order
+    weight = torch.exp((z[keep] - z.max()) / sampling.temperature)
+    if sampling.top_p < 1:
+        running = weight.cumsum(0)
+        count = int(torch.searchsorted(running, sampling.top_p * running[-1])) + 1
+        keep, weight = keep[:count], weight[:count]
+    if sampling.min_p > 0:
+        keep, weight = keep[weight >= sampling.min_p], weight[weight >= sampling.min_p]
+    keep, position = keep.sort()
+    running = weight[position].cumsum(0) / weight.sum()
+    u = uniform(sampling.seed, len(history))
+    i = min(int(torch.searchsorted(running, torch.tensor(u, dtype=torch.float64), right=True)), len(keep) - 1)
+    edges = torch.cat((torch.zeros(1, dtype=torch.float64), running))
+    return int(keep[i]), float((edges - u).abs().min())

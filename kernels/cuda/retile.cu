@@ -65,7 +65,7 @@ extern "C" __global__ void retile(const __grid_constant__ Retile r) {
     const int groups = r.unit_blocks * 64 / r.group;
     u16* const scales = reinterpret_cast<u16*>(out + r.unit_blocks * block_bytes);
     for (int i = threadIdx.x; i < groups * 16; i += blockDim.x) {
-        const int group = i / 16, g = i % 16 / 2, h = i % 2;
+        const int g = i / (2 * groups), group = i / 2 % groups, h = i % 2;
         const Source& s = h ? r.high : r.low;
         const int row = (h ? r.high_row : r.low_row) + tile * r.rows_per_tile + g;
         const size_t at = size_t(row) * (r.k / r.group) + first_block * 64 / r.group + group;

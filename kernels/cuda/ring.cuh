@@ -8,12 +8,6 @@
 #pragma once
 #include "shape.cuh"
 
-#if __CUDA_ARCH__ >= 900
-constexpr int FULL_ARRIVALS = 1;  // the copy engine counts bytes
-#else
-constexpr int FULL_ARRIVALS = 32;  // each lane's cp.async arrives
-#endif
-
 struct RingBarriers {
     u64 full[STAGES];
     u64 empty[STAGES];
@@ -68,31 +62,8 @@ struct Producer {
 
    private:
     __device__ __forceinline__ void fill(const u8* source, u32 bytes, u32 absent_readers) {
-        u64* const full = &barriers.full[next.slot];
-        const u32 target = shared_address(slots + next.slot * STAGE_BYTES);
-        const int lane = threadIdx.x % 32;
-        if (lane == 0 && absent_readers)
-            asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.noComplete.shared.b64 s, [%0], %1;\n}" ::"r"(
-                             shared_address(&barriers.empty[next.slot])),
-                         "r"(absent_readers)
-                         : "memory");
-#if __CUDA_ARCH__ >= 900
-        constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // read once a token: leave the L2 cache to the hops
-        if (lane == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes)
-                         : "memory");
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-                "[%3], %4;" ::"r"(target),
-                "l"(source), "r"(bytes), "r"(shared_address(full)), "l"(EVICT_FIRST)
-                : "memory");
-        }
-        __syncwarp();
-#else
-        for (u32 i = lane * 16; i < bytes; i += 32 * 16)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + i), "l"(source + i) : "memory");
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
-#endif
+        if (threadIdx.x % 32 == 0 && absent_readers) barrier_arrive_many(&barriers.empty[next.slot], absent_readers);
+        copy_to_shared(slots + next.slot * STAGE_BYTES, source, bytes, &barriers.full[next.slot]);
     }
 };
 

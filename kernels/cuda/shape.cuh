@@ -4,7 +4,11 @@
 
 constexpr int WARPS = CONSUMER_WARPS;
 constexpr int CONSUMERS = WARPS * 32;
-constexpr int THREADS = CONSUMERS + 32;  // and one warp that keeps the ring full
+constexpr int THREADS = CONSUMERS + 128;  // and a warpgroup of which one warp keeps the ring full
+constexpr int CONSUMER_REGISTERS = 112, PRODUCER_REGISTERS = 32;
+// A block's pool is what it was launched with, not the SM's 65536: asking for more would wait for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+static_assert(CONSUMERS * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= THREADS * LAUNCH_REGISTERS, "registers");
 constexpr int TILE_ROWS = 16;
 constexpr int GROUP_HEADS = HEADS / KV_HEADS;  // query heads that share a KV head
 constexpr int QKV_ROWS_TOTAL = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
@@ -31,14 +35,18 @@ struct Phase {
     static constexpr int TILE_BYTES = CHUNKS * UNITS * UNIT_BYTES;
     static constexpr int STAGED_K = K / PIECES;  // channels of x in shared memory at a time
     static constexpr int X_BLOCK = FORMAT == BF16 ? 128 : 64;  // bytes of 64 channels of one part of one token
-    static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 64;  // 64 more: two columns share no bank
+    static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 16;  // 16 more: 8 columns share no bank
     static constexpr int X_GROUPS = STAGED_K / X_GROUP;
-    static constexpr int SUMS = STAGED_K / GROUP;
+    static constexpr int GROUPS = STAGED_K / GROUP;  // of the weights
+
+    static constexpr int TILES_AT_ONCE = BATCH < MOST_TILES ? BATCH : MOST_TILES;
+    static constexpr int MOST_STAGES = CHUNKS * ((MOST_TILES + TILES_AT_ONCE - 1) / TILES_AT_ONCE) *
+                                       ((TILES_AT_ONCE * UNITS + UNITS_PER_STAGE - 1) / UNITS_PER_STAGE);
 
     static_assert(K % (64 * CHUNKS) == 0 && CHUNK_BLOCKS % UNIT_BLOCKS == 0, "units must tile K");
     static_assert(FORMAT == BF16 || UNIT_BLOCKS * 64 % GROUP == 0, "a unit holds whole groups");
     static_assert(X_GROUP == 64 || X_GROUP == 128, "a warp stages one group of x at a time");
-    static_assert(!IS_INT4 || GROUP <= X_GROUP, "a sum over x must not cross two scales of x");
+    static_assert(FORMAT == BF16 || GROUP <= X_GROUP, "a scale group must not cross two scales of x");
     static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "scale groups");
     static_assert(STAGED_K % X_GROUP == 0, "whole groups of x");
     static_assert(WARPS % UNITS_PER_STAGE == 0, "a warp keeps its place within a stage");
