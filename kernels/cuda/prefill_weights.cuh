@@ -129,7 +129,7 @@ struct LaneUnit {
     __device__ __forceinline__ void load(const Tiles& tiles, const unsigned char* unit, int lane) {
         const int groups = tiles.unit_blocks * 64 >> tiles.group_log2;
         const unsigned* const scales =  // [g][group], then as many minima
-            reinterpret_cast<const unsigned*>(unit + tiles.unit_blocks * LOADS * 512) + lane / 4;
+            reinterpret_cast<const unsigned*>(unit + tiles.unit_blocks * LOADS * 512) + lane / 4 * groups;
 #pragma unroll
         for (int b = 0; b < MOST_BLOCKS; b++) {
             if (b >= tiles.unit_blocks) break;
@@ -139,8 +139,8 @@ struct LaneUnit {
 #pragma unroll
             for (int half = 0; half < 2 && FORMAT != WEIGHT_BF16; half++) {
                 const int group = (b * 64 + half * 32) >> tiles.group_log2;
-                scale[b][half] = scales[group * 8];
-                if (FORMAT == WEIGHT_INT4_ASYMMETRIC) minimum[b][half] = scales[8 * (groups + group)];
+                scale[b][half] = scales[group];
+                if (FORMAT == WEIGHT_INT4_ASYMMETRIC) minimum[b][half] = scales[8 * groups + group];
             }
         }
     }

@@ -80,7 +80,7 @@ def tile_units(rows: Mapping[str, np.ndarray], tile: int, phase: Phase) -> list[
         for field in ("scale", "minimum"):
             if field in mine:
                 groups = mine[field][:, first // phase.group : (first + width) // phase.group]
-                unit += groups.reshape(2, 8, -1).transpose(2, 1, 0).tobytes()  # group, g, row half
+                unit += groups.reshape(2, 8, -1).transpose(1, 2, 0).tobytes()  # g, group, row half
         found.append(unit)
     assert {len(unit) for unit in found} == {phase.unit_bytes}
     return found
