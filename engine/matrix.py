@@ -67,6 +67,12 @@ class Matrix:
         """Whether every scale and minimum, or every bf16 value, is finite (codes are by nature)."""
         return all(map(all_finite, self.arrays()[1:] if self.group else [self.q]))
 
+    def rows(self, ids: Sequence[int]) -> Matrix:
+        """The matrix of these rows, in their order: a copy."""
+        index = np.asarray(ids, dtype=np.int64)
+        taken = [None if a is None else a[index] for a in (self.q, self.scale, self.minimum)]
+        return replace(self, n=len(index), q=taken[0], scale=taken[1], minimum=taken[2])
+
 
 def all_finite(values: np.ndarray) -> bool:
     """Whether no float32, float16, or bf16 (as uint16) value is infinite or NaN.
@@ -81,9 +87,3 @@ def all_finite(values: np.ndarray) -> bool:
         case _:
             return bool(np.isfinite(values).all())
     return not ((values.view(np.uint16) & exponent) == exponent).any()
-
-    def rows(self, ids: Sequence[int]) -> Matrix:
-        """The matrix of these rows, in their order: a copy."""
-        index = np.asarray(ids, dtype=np.int64)
-        taken = [None if a is None else a[index] for a in (self.q, self.scale, self.minimum)]
-        return replace(self, n=len(index), q=taken[0], scale=taken[1], minimum=taken[2])

@@ -72,6 +72,16 @@ def test_what_is_written_is_read_back(tmp_path: Path, family: Any, bits: int, sy
     assert {path.name for path in tmp_path.iterdir()} == {"v"}
 
 
+@pytest.mark.parametrize(
+    "storage", [Storage("int4", 32, symmetric=False), Storage("int8", 64), Storage("bf16")], ids=str
+)
+def test_rows_of_a_matrix_are_a_matrix(storage: Storage) -> None:
+    matrix = random_matrix("m", 6, 128, storage, np.random.default_rng(1))
+    rows = matrix.rows([4, 0, 4])
+    assert (rows.n, rows.k, rows.storage) == (3, 128, storage)
+    assert np.array_equal(dequantize(rows), dequantize(matrix)[[4, 0, 4]])
+
+
 def test_formats_may_differ_from_matrix_to_matrix(tmp_path: Path) -> None:
     storage = {"embed": Storage("int8", 64), "layers.0.q": Storage("bf16"), "layers.1.up": Storage("int4", 64, False)}
     model = PackedModel.open(write_random_packed(tmp_path / "v", small_config(), storage=storage))
