@@ -73,7 +73,7 @@ def error(out: Any, truth: Any) -> float:
     return value if value == value else float("inf")
 
 
-def run_case(name: str, case: Case, cache: Path) -> dict[str, Any]:
+def run_case(name: str, case: Case, cache: Path, tuning: dict[str, int]) -> dict[str, Any]:
     import torch
 
     from kernels.cuda.megakernel import Megakernel
@@ -81,7 +81,9 @@ def run_case(name: str, case: Case, cache: Path) -> dict[str, Any]:
 
     d = case.dims
     model = random_model(d, case.kind, case.group, head=case.head, seed=len(name))
-    kernel = Megakernel(d, model.matrices, model.vectors, model.inverse_frequencies, case.context, cubin_cache=cache)
+    kernel = Megakernel(
+        d, model.matrices, model.vectors, model.inverse_frequencies, case.context, cubin_cache=cache, tuning=tuning
+    )
     truth = Reference(model, case.context + 16)
     exact = Reference(model, case.context + 16, cache_dtype=torch.float32)
     kernel.kv_cache.fill_(float("nan"))  # whatever is read before it is written shows
@@ -247,19 +249,21 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--set", default="", help="NAME=VALUE,... of plan.make_plan's tuning")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    tuning = {n: int(v) for n, v in (pair.split("=") for pair in options.set.split(",") if pair)}
     cache = Path(tempfile.gettempdir()) / "flint-cubins"
     gpu = Driver().gpu()
     plans = [
-        plan_of(CASES[name].dims, CASES[name], gpu.sm_count, gpu.shared_per_block, columns)
+        plan_of(CASES[name].dims, CASES[name], gpu.sm_count, gpu.shared_per_block, columns, tuning)
         for name in options.names or CASES
         for columns in (1, 2, 4, 8)
     ]
     compile_all(plans, cache)
     results = []
     for name in options.names or CASES:
-        result = run_case(name, CASES[name], cache)
+        result = run_case(name, CASES[name], cache, tuning)
         results.append(result)
         used = result["worst"] / LOGIT_TOLERANCE
         print(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 TILE_ROWS = 16
@@ -129,9 +129,9 @@ class Phase:
     def tile_bytes(self) -> int:
         return self.chunks * self.units * self.unit_bytes
 
-    def units_per_stage(self, stage_bytes: int) -> int:
-        """A power of two that divides the consumer warps, so that a warp keeps its place within a stage."""
-        return 1 << int(math.log2(max(1, min(CONSUMER_WARPS, stage_bytes // self.unit_bytes))))
+    def units_per_stage(self, stage_bytes: int, warps: int) -> int:
+        """A divisor of the consumer warps, so that a warp keeps its place within a stage."""
+        return max(d for d in range(1, warps + 1) if warps % d == 0 and (d == 1 or d * self.unit_bytes <= stage_bytes))
 
     @property
     def x_group(self) -> int:
@@ -269,7 +269,7 @@ class Plan:
     shared_bytes: int  # dynamic shared memory of a block
     constants: dict[str, str]  # the kernel's macros
     scratch_bytes: int  # of the hop buffers, zeroed before each launch
-    threads: int = field(default=CONSUMER_WARPS * 32 + 128)
+    threads: int
 
 
 def make_plan(
@@ -293,9 +293,10 @@ def make_plan(
     if dims.kv_heads > sms:
         raise Unsupported(f"{dims.kv_heads} KV heads on {sms} multiprocessors")
     query_blocks = -(-group_heads * columns // 8)
-    if query_blocks > CONSUMER_WARPS:
+    warps = tuning.get("CONSUMER_WARPS", CONSUMER_WARPS)
+    if query_blocks > warps:
         raise Unsupported(f"{group_heads} query heads per KV head with {columns} columns")
-    lanes = CONSUMER_WARPS // query_blocks  # warps that share the keys of one block of eight queries
+    lanes = warps // query_blocks  # warps that share the keys of one block of eight queries
     kv_bytes = 4 * KV_BLOCK * hd
     wanted = tuning.get("STAGE_BYTES", STAGE_BYTES)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
@@ -307,7 +308,7 @@ def make_plan(
     for name, phase in phases.items():
         per_tile = phase.chunks * phase.units * part_unit * 4
         batch[name] = most[name] if most[name] * per_tile <= budget else max(1, budget // 2 // per_tile)
-        per_stage = phase.units_per_stage(wanted)
+        per_stage = phase.units_per_stage(wanted, warps)
         whole = per_stage // math.gcd(per_stage, phase.units)  # tiles that fill whole stages
         if whole < batch[name] < most[name]:
             batch[name] -= batch[name] % whole
@@ -331,7 +332,7 @@ def make_plan(
     arena = max(x + part, attention)
     arena = -(-arena // 128) * 128
 
-    stage = max([p.units_per_stage(wanted) * p.unit_bytes for p in phases.values()] + [kv_per_stage * kv_bytes])
+    stage = max([p.units_per_stage(wanted, warps) * p.unit_bytes for p in phases.values()] + [kv_per_stage * kv_bytes])
     stage = -(-stage // 128) * 128
     groups = max(p.k // pieces(p) // (p.group or 64) for p in phases.values()) + 4  # of x, by the weights' scales
     seen = most["head"] * TILE_ROWS * 4
@@ -363,7 +364,7 @@ def make_plan(
         "ATTENTION_MULTIPLIER": f(dims.attention_multiplier),
         "RESIDUAL_MULTIPLIER": f(dims.residual_multiplier),
         "LOGITS_SCALING": f(dims.logits_scaling),
-        "CONSUMER_WARPS": str(CONSUMER_WARPS),
+        "CONSUMER_WARPS": str(warps),
         "MAX_SPLITS": str(splits),
         "BLOCKS_PER_SPLIT": str(tuning.get("BLOCKS_PER_SPLIT", BLOCKS_PER_SPLIT if query_blocks == 1 else lanes)),
         "KV_PER_STAGE": str(kv_per_stage),
@@ -390,7 +391,7 @@ def make_plan(
             f"{prefix}_CHUNKS": str(phase.chunks),
             f"{prefix}_PIECES": str(pieces(phase)),
             f"{prefix}_UNIT_BLOCKS": str(phase.unit_blocks),
-            f"{prefix}_UNITS_PER_STAGE": str(phase.units_per_stage(wanted)),
+            f"{prefix}_UNITS_PER_STAGE": str(phase.units_per_stage(wanted, warps)),
             f"{prefix}_BATCH": str(batch[name]),
             f"{prefix}_MOST_TILES": str(most[name]),
         }
@@ -401,4 +402,4 @@ def make_plan(
     scratch = 4 * words + 8 * sms + 1024
     shared = arena + small + stages * (stage + 16)
     constants["SHARED_BYTES"] = str(shared)
-    return Plan(dims, phases, split, sms, columns, shared, constants, scratch)
+    return Plan(dims, phases, split, sms, columns, shared, constants, scratch, warps * 32 + 128)

@@ -5,10 +5,9 @@
 constexpr int WARPS = CONSUMER_WARPS;
 constexpr int CONSUMERS = WARPS * 32;
 constexpr int THREADS = CONSUMERS + 128;  // and a warpgroup of which one warp keeps the ring full
-constexpr int CONSUMER_REGISTERS = 112, PRODUCER_REGISTERS = 32;
-// A block's pool is what it was launched with, not the SM's 65536: asking for more would wait for ever.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-static_assert(CONSUMERS * CONSUMER_REGISTERS + 128 * PRODUCER_REGISTERS <= THREADS * LAUNCH_REGISTERS, "registers");
+// A block's pool of registers is what it was launched with, not the SM's 65536: asking for more would wait for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8, PRODUCER_REGISTERS = 32;
+constexpr int CONSUMER_REGISTERS = (THREADS * LAUNCH_REGISTERS - 128 * PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 constexpr int TILE_ROWS = 16;
 constexpr int GROUP_HEADS = HEADS / KV_HEADS;  // query heads that share a KV head
 constexpr int QKV_ROWS_TOTAL = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
