@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.bench.conditions import Conditions
 from engine.disk import human_bytes
+from engine.errors import printable
+from engine.hardware import Bandwidth
 from engine.roofline import intensity, token_rate
+from engine.strict_json import Record
 from flint_tui.bench_quick import BenchResult, BenchRow
 
 if TYPE_CHECKING:
@@ -56,13 +59,88 @@ def quick_json(result: BenchResult, where: Conditions) -> dict[str, Any]:
     return {"bench": "quick", "created": result.created, **where.to_json(), "rows": rows}
 
 
+def quick_from_json(value: dict[str, Any], where: str) -> tuple[BenchResult, Conditions]:
+    """What `quick_json` wrote. Raises CheckpointError."""
+    record = Record(value, where)
+
+    def words(key: str) -> str:
+        return printable(record.text(key))
+
+    def bandwidth(name: str) -> Bandwidth | None:
+        if record.take(f"{name}_gb_s") is None:
+            return None
+        gb_s = Record(value, where).number(f"{name}_gb_s")
+        return Bandwidth(gb_s, words(f"{name}_source")) if gb_s > 0 else record.fail(f"{name}_gb_s", "out of range")
+
+    def count(source: Record, key: str) -> int:
+        number = source.integer(key)
+        return number if 0 <= number < 1 << 50 else source.fail(key, "out of range")
+
+    ledger = record.record("ledger")
+    entries = record.take("rows")
+    if not isinstance(entries, list):
+        record.fail("rows", "expected a list")
+    conditions = Conditions(
+        words("model"),
+        words("variant"),
+        max(1, count(record, "parameters")),
+        words("backend"),
+        words("device"),
+        {printable(kind): count(ledger, kind) for kind in ledger.remaining()},
+        count(record, "kv_bytes_per_position"),
+        bandwidth("peak"),
+        bandwidth("measured"),
+    )
+    rows = tuple(_row_from_json(Record(entry, f"{where}: rows")) for entry in entries)
+    peak = conditions.peak
+    created = record.number("created")
+    result = BenchResult(
+        created, conditions.model, conditions.description, peak and peak.gb_s, peak.source if peak else "", rows
+    )
+    return result, conditions
+
+
+def _row_from_json(record: Record) -> BenchRow:
+    def figure(key: str) -> float | None:
+        value = record.take(key)
+        if value is None:
+            return None
+        number = Record({key: value}, record.where).number(key)
+        return number if 0 <= number < 1e15 else record.fail(key, "out of range")
+
+    samples = record.numbers("samples_ts")
+    if not samples or not all(0 < sample < 1e9 for sample in samples):
+        record.fail("samples_ts", "expected rates above 0")
+    bytes_per_token = figure("bytes_per_token")
+    if bytes_per_token is not None and bytes_per_token <= 0:
+        record.fail("bytes_per_token", "out of range")
+    return BenchRow(
+        printable(record.text("test")),
+        samples,
+        figure("ttft_s"),
+        bytes_per_token,
+        figure("bandwidth_gb_s"),
+        figure("mbu"),
+        figure("acceptance_length"),
+    )
+
+
+def archive_lines(value: Any, label: str = "") -> list[str]:
+    """Any JSON value as "key.key: value" lines, harmless to a terminal."""
+    if isinstance(value, dict):
+        return [line for key, item in value.items() for line in archive_lines(item, f"{label}.{key}" if label else key)]
+    if isinstance(value, list):
+        value = ", ".join(str(item) for item in value)
+    return [] if value is None else [printable(f"{label}: {value}")]
+
+
 def mbu(row: BenchRow, gb_s: float | None) -> float | None:
     return row.gb_s / gb_s if row.gb_s and gb_s else None
 
 
 def roofline_lines(rows: tuple[BenchRow, ...], where: Conditions) -> list[str]:
     """Where each decode row stands: its ceiling is bandwidth / bytes per token."""
-    per_byte = intensity(where.step_bytes / where.parameters)
+    per_byte = intensity(max(where.step_bytes, 1) / where.parameters)
     lines = [f"roofline: {per_byte:.2f} FLOP per byte of weights, so memory is the limit"]
     for row in rows:
         if row.bytes_per_token and where.peak:

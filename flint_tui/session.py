@@ -214,7 +214,7 @@ def footer_of(message: Message) -> str:
     figures = message.figures
     parts = []
     if tokens := figures.get("tokens"):
-        parts.append(f"{tokens:,} tokens")
+        parts.append(f"{tokens:,} tokens" if tokens != 1 else "1 token")
     if rate := figures.get("tok_s"):
         parts.append(f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s")
     if ttft := figures.get("ttft_s"):

@@ -35,12 +35,9 @@ class AcceptancePanel(Panel):
                 row = [(f"{position + 1} ", "$faint"), line_bar(0, 24), (f"{DASH:>5}", "$faint")]
             rows.append(Content.assemble(*row))
         if reading.drafted:
-            more = (
-                f" of {len(reading.accepted_per_position)} positions"
-                if len(reading.accepted_per_position) > POSITIONS
-                else ""
-            )
-            summary = f"{reading.accepted:,} of {reading.drafted:,} drafted accepted" + more
+            positions = len(reading.accepted_per_position)
+            more = f", {positions} positions" if positions > POSITIONS else ""
+            summary = f"{reading.accepted:,} of {reading.drafted:,} accepted{more}"
         elif figures.mode == "single":
             summary = "single pass drafts nothing"
         else:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from textual.content import Content
 
 from flint_tui.live import EngineFacts, Figures, Mode
+from flint_tui.text.wrap import wrap
 from flint_tui.widgets.glyphs import DASH, line_bar, number, sides
 from flint_tui.widgets.panel import PANEL_WIDTH, Panel
 
 
 class BandwidthPanel(Panel):
-    lines = 4
+    lines = 5
     title = "MEMORY BANDWIDTH"
 
     def content(self, facts: EngineFacts, figures: Figures, last: dict[Mode, Figures]) -> list[Content]:
@@ -26,5 +27,12 @@ class BandwidthPanel(Panel):
                 Content.styled(f"of {peak}", "$muted"),
                 PANEL_WIDTH,
             ),
-            Content.styled(f"peak: {facts.peak_source}"[:PANEL_WIDTH] if facts.peak_source else "", "$muted"),
+            *(Content.styled(line, "$muted") for line in _source(facts.peak_source)),
         ]
+
+
+def _source(source: str) -> list[str]:
+    """What the peak is, in two lines."""
+    text = f"peak: {source}" if source else ""
+    lines = [text[begin:end] for begin, end in wrap(text, PANEL_WIDTH)]
+    return [*lines, ""][:2]

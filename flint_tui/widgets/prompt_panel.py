@@ -21,9 +21,10 @@ class PromptPanel(Panel):
             right = Content.assemble((f"{done:,}", "bold"), (f" of {total:,} tokens", "$muted"))
         else:
             read = figures.prompt_tokens - figures.cached_tokens
-            parts = [f"{read:,} tokens"] if figures.prompt_tokens else []
-            parts += [f"{figures.cached_tokens:,} cached"] if figures.cached_tokens else []
-            first = Content.assemble((seconds(figures.ttft_s), "bold"), (" first token", "$muted"))
-            line = sides(Content.styled(", ".join(parts), "$muted"), first if figures.ttft_s else "", PANEL_WIDTH)
+            tokens = f"{read:,} tokens" if figures.prompt_tokens else ""
+            if figures.cached_tokens:
+                tokens = f"{read:,} + {figures.cached_tokens:,} cached"
+            first = Content.assemble(("first ", "$muted"), (seconds(figures.ttft_s), "bold"))
+            line = sides(Content.styled(tokens, "$muted"), first if figures.ttft_s else "", PANEL_WIDTH)
             right = Content.assemble((number(rate), "bold" if rate else "$muted"), (" tok/s", "$muted"))
         return [self.heading(right), line]

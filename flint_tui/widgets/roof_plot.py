@@ -22,6 +22,8 @@ class RoofPlot(PlotextPlot):
     """Tokens per second over bytes per token, both logarithmic; the roof is peak bandwidth / bytes per token."""
 
     def show(self, points: Sequence[RoofPoint], peak_gb_s: float | None, peak_source: str) -> None:
+        from engine.roofline import token_rate
+
         plot = self.plt
         plot.clear_data()
         plot.clear_figure()
@@ -33,7 +35,7 @@ class RoofPlot(PlotextPlot):
             roof_colour, *colours = COLOURS
             plot.plot(
                 [x / 1e6 for x in steps],
-                [peak_gb_s * 1e9 / x for x in steps],
+                [token_rate(peak_gb_s * 1e9, x) for x in steps],
                 label=roof,
                 marker="braille",
                 color=roof_colour,

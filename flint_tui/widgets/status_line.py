@@ -75,7 +75,7 @@ class StatusLine(Horizontal):
             parts += [
                 ("  ", ""),
                 (facts.model, "$foreground"),
-                (f" {facts.variant}", "$muted"),
+                (f" {_short(facts.variant)}", "$muted"),
                 ("  ", ""),
                 (facts.backend, "$muted"),
             ]
@@ -94,3 +94,8 @@ class StatusLine(Horizontal):
         if label.size.width >= WIDE_CONTEXT:
             numbers = Content.assemble(("context ", "$muted"), line_bar(share, 8, style), " ", numbers)
         label.show(numbers)
+
+
+def _short(variant: str) -> str:
+    """int4-g32-asym-head8 -> int4-g32; the model switcher shows all of it."""
+    return "-".join(variant.split("-")[:2])

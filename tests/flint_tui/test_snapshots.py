@@ -57,10 +57,10 @@ class Shelf:
 def make_app() -> Iterator[Callable[..., FlintApp]]:
     apps: list[FlintApp] = []
 
-    def make(theme: str = "dark", *, hold: bool = False, tint: bool = False) -> FlintApp:
+    def make(theme: str = "dark", *, hold: bool = False, tint: bool = False, second: str = "Yes.") -> FlintApp:
         name = "" if theme == "none" else f"flint-{theme}"
         Settings(theme=name, tint=tint).save()
-        engine = FakeEngine(answers=[ANSWER, "Yes."], hold=hold)
+        engine = FakeEngine(answers=[ANSWER, second], hold=hold)
         app = FlintApp(lambda model, say: engine, shelf=Shelf(), clock=lambda: 0.0)
         apps.append(app)
         return app
@@ -187,4 +187,4 @@ def test_bench(snap_compare, make_app, size: str) -> None:
         assert isinstance(screen, BenchScreen)
         await wait(pilot, lambda: not screen.running)
 
-    assert snap_compare(make_app(), terminal_size=SIZES[size], run_before=bench)
+    assert snap_compare(make_app(second=ANSWER), terminal_size=SIZES[size], run_before=bench)

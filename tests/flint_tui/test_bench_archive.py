@@ -1,0 +1,119 @@
+"""`flint bench reproduce` and `show`, with a scripted engine and scripted arms."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.bench import arms as contestants
+from engine.bench.arms import Arm
+from engine.hardware import Bandwidth
+from engine.paths import models_dir
+from tests.fake_backend import FakeLoopBackend
+from tests.fake_bench import fake_engine
+from tests.flint_tui.command_line import flint
+from tests.synthetic import small_config, write_random_packed
+
+IDS = list(range(10, 26))
+
+
+def answer(arm: Arm, request: dict[str, Any]) -> dict[str, Any]:
+    if arm.name == "reference":
+        return {"ids": IDS, "margins": [3.0] * len(IDS), "runners_up": [0] * len(IDS)}
+    if arm.name == "torch-single":
+        return {"error": "/home/somebody/lib.so is broken"}
+    seconds = {"cpu-single": 0.15, "cpu-speculative": 0.1}[arm.name]
+    return {"ids": IDS, "prefill_s": 0.5, "decode_s": seconds, "bytes_per_token": 1e6, "device": "fake"}
+
+
+@pytest.fixture
+def archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An archive that `flint bench reproduce` wrote."""
+    engine = fake_engine(tmp_path, FakeLoopBackend(context_size=4096, chunk=512))
+    write_random_packed(models_dir() / "small" / "int4", small_config(), name="small")
+    monkeypatch.setattr("engine.loading.open_engine", lambda *arguments, **named: engine)
+    monkeypatch.setattr("engine.loading.streaming_bandwidth", lambda seen: Bandwidth(0.001, "measured, by nobody"))
+    monkeypatch.setattr("engine.hardware.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
+    monkeypatch.setattr("engine.machine.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
+    monkeypatch.setattr("engine.machine._native", lambda notify: (None, "not built here", ()))
+    monkeypatch.setattr("engine.bench.conditions.busy_note", lambda: None)
+    monkeypatch.setattr(contestants, "launch", answer)
+    monkeypatch.setattr(contestants, "_no_library", lambda: "")
+    path = tmp_path / "bench.zip"
+    names = "cpu-single,cpu-speculative,torch-single,llama.cpp"
+    sizes = ("-p", "16", "-n", "16", "--rounds", "5")
+    result = flint("bench", "reproduce", "small", "-o", str(path), "--arms", names, *sizes)
+    assert result.code == 0, result.stderr
+    assert result.stdout.strip() == str(path)
+    return path
+
+
+def test_an_archive_holds_everything_and_is_shown(archived: Path) -> None:
+    with zipfile.ZipFile(archived) as file:
+        assert sorted(file.namelist()) == ["compare.json", "environment.json", "manifest.json", "quick.json"]
+        compare = json.loads(file.read("compare.json"))
+    assert [arm["state"] for arm in compare["arms"]] == ["measured", "measured", "failed", "missing"]
+    assert len(compare["machine"]) == 5
+    shown = flint("bench", "show", str(archived))
+    assert shown.code == 0, shown.stderr
+    assert "command: flint bench reproduce --rounds 5" in shown.stdout
+    assert "flint bench quick" in shown.stdout
+    assert "torch-single: FAILED, <path> is broken" in shown.stdout
+    assert "llama.cpp: MISSING" in shown.stdout
+    assert " slower |" in shown.stdout  # cpu-single takes 1.5 times as long
+    assert json.loads(flint("bench", "show", str(archived), "--json").stdout)["compare"] == compare
+
+
+def test_the_verdict_comes_from_the_samples_not_from_the_archive(archived: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archived) as file:
+        parts = {name: json.loads(file.read(name)) for name in file.namelist()}
+    for arm in parts["compare.json"]["arms"]:
+        arm["verdict_on_base"], arm["base_over_this"] = "faster", 9.0
+    shown = repacked(parts, tmp_path)
+    assert " slower |" in shown.stdout
+    assert "x9.0" not in shown.stdout
+
+
+def repacked(parts: dict[str, Any], folder: Path):
+    path = folder / "changed.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        for name, value in parts.items():
+            file.writestr(name, json.dumps(value))
+    return flint("bench", "show", str(path))
+
+
+def test_wrong_values_are_one_line_and_text_cannot_control_the_terminal(archived: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(archived) as file:
+        parts = {name: json.loads(file.read(name)) for name in file.namelist()}
+    parts["environment.json"]["driver"] = "\x1b[2J\nmoved"
+    parts["quick.json"]["device"] = "\x1b]0;title\x07"
+    parts["compare.json"]["arms"][2]["problem"] = "\x1b[31mred"
+    clean = repacked(parts, tmp_path)
+    assert clean.code == 0, clean.stderr
+    assert "\x1b" not in clean.stdout
+    assert "\x07" not in clean.stdout
+    for document, key, values in (
+        ("quick.json", "rows", (None, 3, [{}], [[]])),
+        ("quick.json", "parameters", ("many", 10**30, -1)),
+        ("quick.json", "ledger", ({"head": "x"}, [])),
+        ("quick.json", "peak_gb_s", (-1, "x")),
+        ("compare.json", "rounds", (0, "x", 7, 10**9)),
+        ("compare.json", "arms", (None, ["x"], [{"arm": 1}])),
+        ("compare.json", "base", ("nobody", 5)),
+    ):
+        for value in values:
+            changed = {**parts, document: {**parts[document], key: value}}
+            result = repacked(changed, tmp_path)
+            assert result.code == 1, (document, key, value, result.stdout)
+            assert "changed.zip" in result.error
+
+
+def test_an_existing_file_is_kept(archived: Path) -> None:
+    before = archived.read_bytes()
+    result = flint("bench", "reproduce", "small", "-o", str(archived))
+    assert (result.code, "exists already" in result.error) == (1, True)
+    assert archived.read_bytes() == before
