@@ -60,6 +60,10 @@ class ChatTemplateError(FlintError):
     """A chat template does not compile, or refuses the conversation."""
 
 
+class ArchiveError(FlintError):
+    """A benchmark archive cannot be written, or is none that flint wrote."""
+
+
 class UsageError(FlintError):
     """An option's value is out of range or contradicts another one (exit code 2)."""
 

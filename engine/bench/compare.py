@@ -7,14 +7,15 @@ token of both, so that a quantisation's win is not sold as a runtime's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from engine.bench.arms import Arm
+from engine.bench.clocks import snapshot
 from engine.bench.gate import Gate, Reference, check
-from engine.bench.machine import snapshot
-from engine.errors import BackendError
+from engine.errors import BackendError, printable
 from engine.statistics import ROUNDS, Comparison, compare, summarise
+from engine.strict_json import Record
 
 Launch = Callable[[Arm, dict[str, Any]], dict[str, Any]]
 Watch = Callable[[str], None]
@@ -112,8 +113,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
                 "note": result.arm.note or None,
                 "device": result.device or None,
                 "versions": result.versions,
-                "gate": str(result.gate) if result.gate else None,
-                "gate_agreed": result.gate.agreed if result.gate else None,
+                "gate": asdict(result.gate) if result.gate else None,
                 "avg_ts": summary.mean if summary else None,
                 "stddev_ts": summary.sd if summary else None,
                 "median_ts": summary.median if summary else None,
@@ -136,6 +136,67 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "arms": arms,
         "machine": outcome.machine,
     }
+
+
+def outcome_from_json(value: dict[str, Any], where: str) -> Outcome:
+    """What `outcome_json` wrote, its statistics left to be computed again. Raises CheckpointError."""
+    record = Record(value, where)
+    rounds, prompt = record.integer("rounds"), record.integer("prompt_tokens")
+    entries = record.take("arms")
+    if not isinstance(entries, list) or not 0 <= prompt <= 1 << 24:
+        record.fail("arms", "expected a list")
+    results = [_result_from_json(Record(entry, f"{where}: arms"), rounds) for entry in entries]
+    base = record.take("base")
+    if base is not None and base not in [result.arm.name for result in results if result.state == "measured"]:
+        record.fail("base", "no arm of that name was measured")
+    return Outcome(results, base, rounds, {"prompt": [0] * prompt}, [])
+
+
+def _result_from_json(record: Record, rounds: int) -> Result:
+    def words(key: str) -> str:
+        value = record.take(key)
+        return (
+            "" if value is None else printable(value) if isinstance(value, str) else record.fail(key, "expected text")
+        )
+
+    def figure(key: str) -> float | None:
+        value = record.take(key)
+        if value is None:
+            return None
+        (number,) = Record({key: [value]}, record.where).numbers(key)
+        return number if 0 < number < 1e15 else record.fail(key, "out of range")
+
+    state = words("state")
+    samples, prefill = record.numbers("samples_ts"), record.numbers("prefill_samples_ts")
+    if state not in ("measured", "missing", "failed", "wrong"):
+        record.fail("state", "unknown")
+    if len(samples) != (rounds if state == "measured" else 0) or not 1 <= rounds <= 1000:
+        record.fail("samples_ts", f"{len(samples)} samples of {rounds} rounds")
+    if not all(0 < sample < 1e9 for sample in (*samples, *prefill)):
+        record.fail("samples_ts", "a rate is out of range")
+    gate = record.optional_record("gate")
+    return Result(
+        Arm(words("arm"), (), gated=gate is not None, note=words("note")),
+        state,
+        words("problem"),
+        gate=gate and _gate_from_json(gate),
+        device=words("device"),
+        bytes_per_token=figure("bytes_per_token"),
+        acceptance_length=figure("acceptance_length"),
+        samples=list(samples),
+        prefill=list(prefill),
+    )
+
+
+def _gate_from_json(record: Record) -> Gate:
+    tie = record.take("tie")
+    return Gate(
+        record.boolean("passed"),
+        record.integer("agreed"),
+        record.integer("total"),
+        None if tie is None else Record({"tie": tie}, record.where).number("tie"),
+        printable(record.text("problem")),
+    )
 
 
 def _reference(request: dict[str, Any], launch: Launch) -> Reference:

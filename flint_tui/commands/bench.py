@@ -271,6 +271,99 @@ def run_compare(
     return outcome, streaming_bandwidth(max(seen, default=0.0))
 
 
+@bench.command()
+def reproduce(
+    model: Model = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: flint-bench-DATE.zip, here.")] = None,
+    arms: Annotated[str | None, typer.Option(metavar="A,B,...", help="As in compare.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="10 for a claim.")] = 10,
+    prompt: Annotated[int, typer.Option("-p", "--n-prompt", min=16)] = 128,
+    generate: Annotated[int, typer.Option("-n", "--n-gen", min=8)] = 64,
+    gguf: Annotated[Path | None, typer.Option(help="As in compare.")] = None,
+    llama_python: Annotated[str | None, typer.Option(metavar="PATH", help="As in compare.")] = None,
+    backend: Backend = BackendChoice.auto,
+    threads: Threads = None,
+) -> None:
+    """Run quick and compare, capture the environment, and pack everything into one archive for others to check.
+
+    User names, host names, paths, addresses and serial numbers are taken out; processes are never listed.
+    `flint bench show` prints what is left.
+    """
+    import threading
+    import time
+
+    from engine.bench.archive import FORMAT_VERSION, write
+    from engine.bench.compare import outcome_json
+    from engine.bench.conditions import bandwidth_json, utc_now
+    from engine.bench.environment import environment
+    from engine.errors import ArchiveError
+    from engine.machine import inspect
+    from flint_tui.bench_panel import quick_json
+
+    path = output or Path(f"flint-bench-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.zip")
+    if path.exists():  # known before the minutes that follow
+        raise ArchiveError(f"{path} exists already", "Give another name with -o.")
+    busy = _say_if_busy()
+    machine = environment(inspect(_note))
+    engine = _open(model, backend.value, threads)
+    try:
+        result, where = run_quick(engine, threading.Event())
+    finally:
+        engine.close()
+    names = arms.split(",") if arms else None
+    with _status() as say:
+        outcome, peak = run_compare(model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say)
+    command = f"flint bench reproduce --rounds {rounds} -p {prompt} -n {generate} --backend {backend.value}"
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "flint": machine["flint"],
+        "commit": machine["commit"],
+        "created": utc_now(),
+        "command": command + (f" --arms {arms}" if arms else "") + (f" --threads {threads}" if threads else ""),
+        "note": busy,
+    }
+    comparison = outcome_json(outcome) | bandwidth_json(peak, None)
+    write(
+        path,
+        {"manifest": manifest, "environment": machine, "quick": quick_json(result, where), "compare": comparison},
+    )
+    typer.echo(str(path))
+
+
+@bench.command()
+def show(
+    archive: Annotated[Path, typer.Argument(help="What `flint bench reproduce` wrote.")], as_json: AsJson = False
+) -> None:
+    """Print an archive. Its statistics are computed again from its samples."""
+    import json
+
+    from engine.bench.archive import read
+    from engine.bench.compare import outcome_from_json
+    from engine.bench.compare_table import comparison_markdown
+    from engine.errors import ArchiveError, CheckpointError
+    from engine.hardware import Bandwidth
+    from flint_tui.bench_panel import archive_lines, quick_from_json, quick_panel
+
+    parts = read(archive)
+    try:
+        quick = quick_from_json(parts["quick"], f"{archive.name}: quick.json")
+        outcome = outcome_from_json(parts["compare"], f"{archive.name}: compare.json")
+    except CheckpointError as error:
+        raise ArchiveError(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(parts, indent=2))
+        return
+    from rich.console import Console
+
+    for name in ("manifest", "environment"):
+        for line in archive_lines(parts[name]):
+            typer.echo(line)
+        typer.echo()
+    Console().print(quick_panel(*quick))
+    peak = quick[1].peak
+    typer.echo(comparison_markdown(outcome, Bandwidth(peak.gb_s, peak.source) if peak else None), nl=False)
+
+
 # --- what the commands share ------------------------------------------------------------------------------------------
 
 
