@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from engine.errors import FlintError, UsageError
+from engine.errors import DrafterError, FlintError, UsageError
 from engine.events import Finished, Note, Tokens
 from flint_tui.options import ChatOptions
 
@@ -245,12 +245,11 @@ def _figures(engine: Engine, options: ChatOptions, reply: _Reply) -> dict[str, A
     usage = reply.end.usage
     bandwidth = usage.bandwidth_gb_s
     peak = engine.bandwidth(bandwidth)
-    drafter = engine.drafters(options.drafter)[0].name if options.mode == "speculative" else None
     return {
         "model": engine.name,
         "backend": engine.backend.name,
         "mode": options.mode,
-        "drafter": drafter,
+        "drafter": _drafter_name(engine, options),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "token_ids": reply.ids,
@@ -267,6 +266,16 @@ def _figures(engine: Engine, options: ChatOptions, reply: _Reply) -> dict[str, A
         "acceptance_length": usage.acceptance_length,
         "accepted_per_position": list(usage.accepted_per_position),
     }
+
+
+def _drafter_name(engine: Engine, options: ChatOptions) -> str | None:
+    """Who drafted; None in single pass, and where no drafter could be had (a note has said so)."""
+    if options.mode != "speculative":
+        return None
+    try:
+        return engine.drafters(options.drafter)[0].name
+    except DrafterError:
+        return None
 
 
 def _report(engine: Engine, options: ChatOptions, reply: _Reply) -> None:

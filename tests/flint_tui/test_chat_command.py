@@ -140,6 +140,16 @@ def test_json_of_a_speculative_reply(scripted, capsys):
     assert (found["mode"], found["drafter"], found["text"]) == ("speculative", "ngram", "ab ab ab ab ab ab ab")
 
 
+def test_json_without_the_drafter_that_was_asked_for(scripted, capsys):
+    scripted("Paris.")
+    options = ChatOptions(prompt="x", json=True, mode="speculative", drafter="eagle")
+    assert one_shot.answer(options) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert (found["mode"], found["drafter"], found["text"]) == ("speculative", None, "Paris.")
+    assert err == "flint: Speculation is off: scripted has no learned drafter\n"
+
+
 def test_control_characters_reach_a_file_but_not_a_terminal(scripted, capsys, monkeypatch):
     nasty = "a\x1b]0;owned\x07b\x1b[31mred\x1b[0m\x9b2Jc\x08\u202ed"
     scripted(nasty)
