@@ -76,13 +76,21 @@ def packed_models() -> list[PackedEntry]:
 def lookup(name: str) -> PackedEntry:
     """The packed model called NAME (its newest variant) or NAME/VARIANT; never looks outside the models folder.
 
-    Raises ModelNotFound with near matches, and with what to run when the catalogue knows the name.
+    Raises ModelNotFound: with why it does not load where it is damaged, else with near matches, and with what to run
+    when the catalogue knows the name.
     """
-    entries = packed_models()
+    entries, broken = scan()
     wanted = name.lower()
     for entry in entries:
         if wanted in (entry.name.lower(), entry.directory.parent.name.lower(), entry.identifier.lower()):
             return entry
+    for damaged in broken:
+        folder, variant = damaged.directory.parent.name, damaged.directory.name
+        if wanted in (folder.lower(), f"{folder}/{variant}".lower()):
+            raise ModelNotFound(
+                f"{folder}/{variant} does not load: {damaged.problem}",
+                f"pack it again with --force, or remove it: `flint models rm {folder}/{variant}`",
+            )
     if wanted in CATALOG:
         raise ModelNotFound(f"{wanted} is not packed yet", f"run `flint pack {wanted}`")
     packed = list(dict.fromkeys(entry.name for entry in entries))

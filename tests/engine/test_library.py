@@ -114,6 +114,17 @@ def test_a_malformed_directory_never_breaks_the_list(damage) -> None:  # type: i
         lookup("bad")
 
 
+def test_a_damaged_model_is_told_from_an_unknown_one() -> None:
+    damaged = add("mine")
+    os.truncate(damaged / "weights.safetensors", 100)
+    for name in ("mine", "Mine/int4-g32"):
+        with pytest.raises(ModelNotFound, match=r"mine/int4-g32 does not load: .* has 100 bytes instead of") as failure:
+            lookup(name)
+        assert "flint models rm mine/int4-g32" in failure.value.hint
+    sound = add("mine", "int8-g32")
+    assert lookup("mine").directory == sound
+
+
 def test_remove_takes_the_last_variants_folder_along() -> None:
     first, second = add("m", "int4-g32"), add("m", "int8-g32")
     remove(first)
