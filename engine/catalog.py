@@ -146,7 +146,14 @@ def near_matches(name: str, known: list[str]) -> list[str]:
     """Up to three of `known` that a mistyped `name` may have meant, best first."""
     wanted = name.lower()
     parts = [candidate for candidate in known if wanted and (wanted in candidate or candidate in wanted)]
-    close = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
+
+    def likeness(candidate: str) -> float:
+        """To the whole name, or to as much of its beginning as was typed ("smolm2")."""
+        whole = difflib.SequenceMatcher(None, wanted, candidate).ratio()
+        beginning = difflib.SequenceMatcher(None, wanted, candidate[: len(wanted) + 1]).ratio()
+        return max(whole, beginning if beginning > 0.75 else 0.0)
+
+    close = sorted((name for name in known if likeness(name) >= 0.5), key=likeness, reverse=True)
     return list(dict.fromkeys([*parts, *close]))[:3]
 
 

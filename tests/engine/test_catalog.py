@@ -66,6 +66,7 @@ def test_find_takes_names_and_repositories_in_any_case() -> None:
         ("granite-4.1-3", "granite-4.1-3b"),
         ("granite4.1-3b", "granite-4.1-3b"),
         ("smollm", "smollm2-135m-instruct"),
+        ("smolm2", "smollm2-135m-instruct"),
         ("llama-3.2-1b", "llama-3.2-1b-instruct"),
         ("qwen3-0.6", "qwen3-0.6b"),
         ("mistral", "mistral-7b-instruct-v0.3"),
