@@ -30,7 +30,7 @@ struct AttentionArena {
     static constexpr int QUERY_BYTES = 8 * HEAD_DIM * 2;  // 8 rows, one part, in the order of kv_layout.cuh's keys
     u8 queries[QUERY_BLOCKS][2][QUERY_BYTES];
     u8 tail[KV_BYTES];
-    float sums[QUERY_BLOCKS * KEY_WARPS][PARTIAL_ROWS][HEAD_DIM];
+    float sums[QUERY_BLOCKS * KEY_WARPS][PARTIAL_ROWS][HEAD_DIM + 8];  // 8 more: two rows share no bank
     float2 weights[QUERY_BLOCKS * KEY_WARPS][PARTIAL_ROWS];  // largest score, sum of exponentials
 };
 static_assert(sizeof(AttentionArena) <= ARENA_BYTES, "attention fits the arena");
@@ -243,13 +243,22 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
         const int g = c.lane / 4, t = c.lane % 4;
         if (g < PARTIAL_ROWS) {
             if (t == 0) arena.weights[mine][g] = make_float2(gathered.largest, gathered.sum);
+            float* const sums = arena.sums[mine][g];
 #pragma unroll
             for (int e = 0; e < 2; e++)
 #pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; n += 4)
-                    *reinterpret_cast<float4*>(&arena.sums[mine][g][(2 * t + e) * (HEAD_DIM / 8) + n]) =
-                        make_float4(gathered.values[n][e], gathered.values[n + 1][e], gathered.values[n + 2][e],
-                                    gathered.values[n + 3][e]);
+                for (int n = 0; n < HEAD_DIM / 8; n += 8) {
+                    const auto four = [&](int m) {
+                        return make_float4(gathered.values[m][e], gathered.values[m + 1][e], gathered.values[m + 2][e],
+                                           gathered.values[m + 3][e]);
+                    };
+                    // Half of the lanes store their two pieces in the other order, so that they meet in no bank.
+                    const bool swap = t >= 2;
+                    const float4 first = four(n), second = four(n + 4);
+                    const int at = (2 * t + e) * (HEAD_DIM / 8) + n;
+                    *reinterpret_cast<float4*>(sums + at + (swap ? 4 : 0)) = swap ? second : first;
+                    *reinterpret_cast<float4*>(sums + at + (swap ? 0 : 4)) = swap ? first : second;
+                }
         }
     }
     c.cursor.advance((share.blocks + KV_PER_STAGE - 1) / KV_PER_STAGE);
@@ -296,11 +305,9 @@ __device__ __forceinline__ void stage_attention(const Context& c, int splits, u3
         const u32* const weights = c.p.scratch + HOP_WEIGHTS + (at + c.lane % 16) * 2;
         uint2 weight;
         Watchdog watchdog;
-        const auto weight_ready = [&] { return !wanted || (fresh(weight.x, tag) && fresh(weight.y, tag)); };
         while (true) {
             weight = load_words2(weights);
-            // A warp's second item comes about when its first did: its weights and values are fetched together.
-            if (item != c.warp || __all_sync(ALL_LANES, weight_ready())) break;
+            if (__all_sync(ALL_LANES, !wanted || (fresh(weight.x, tag) && fresh(weight.y, tag)))) break;
             watchdog.tick(WAIT_ATTENTION);
         }
         const u32* const values = c.p.scratch + HOP_ATTENTION + at * HEAD_DIM + k % HEAD_DIM;
@@ -311,10 +318,6 @@ __device__ __forceinline__ void stage_attention(const Context& c, int splits, u3
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) load_lane_words(w[i], values + min(s + i, splits - 1) * HEAD_DIM);
             if (s == 0) {  // while the values are on their way
-                while (item != c.warp && !__all_sync(ALL_LANES, weight_ready())) {
-                    weight = load_words2(weights);
-                    watchdog.tick(WAIT_ATTENTION);
-                }
                 const float sum = value_of(weight.y), own = wanted && sum > 0.0f ? value_of(weight.x) : NOTHING;
                 float largest = own;
 #pragma unroll

@@ -230,11 +230,13 @@ __device__ __forceinline__ float inverse_rms(const Context& c, int column) {
 }
 
 // A whole phase: `stage(piece)` puts x into shared memory, the tiles are multiplied, and `finish(tile, column, sums)` is
-// called by one warp for each tile and column, with the rows' sums as tile_sums returns them. An SM without tiles does
+// called by one warp for each tile and column, with the rows' sums as tile_sums returns them. `meanwhile` is called by
+// every warp when its share is multiplied. An SM without tiles does
 // not even look at the input: whoever reads a hop's buffer must publish something that its next writers wait for, or it
 // might be overtaken.
-template <class P, class Stage, class Finish>
-__device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot, Stage stage, Finish finish) {
+template <class P, class Meanwhile, class Stage, class Finish>
+__device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot, Meanwhile meanwhile, Stage stage,
+                                          Finish finish) {
     c.forget();
     const int tiles = c.tiles.count[P::INDEX];
     if (tiles == 0) return;
@@ -252,6 +254,7 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             for (int i = 0; i < CHUNKS_PER_PIECE; i++)
                 multiply_tiles<P>(c, tiles, piece * CHUNKS_PER_PIECE + i, i * P::CHUNK_BLOCKS, part);
             profile.stamp(slot + 2);
+            meanwhile();
             c.sync();
             c.forget();
         }
@@ -263,6 +266,7 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
         profile.stamp(slot);
         c.sync();
         profile.stamp(slot + 1);
+        meanwhile();
         // Two buffers of sums: while some warps finish a batch, the others multiply the next one.
 #pragma unroll 1
         for (int first = 0, batch = 0; first < tiles; first += P::BATCH, batch ^= 1) {

@@ -49,7 +49,7 @@ struct Window {
 __device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 tag, const float* norm, float* feature) {
     u64 best = 0;
     run_phase<Head>(
-        c, profile, 20,
+        c, profile, 20, [] {},
         [&](int) { stage_words<Head, true>(c, c.p.scratch + HOP_HIDDEN, tag, norm, 0, feature, WAIT_HIDDEN); },
         [&](int tile, int column, float2 sums) {
             const int row_in_sm = tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8;

@@ -25,7 +25,8 @@ CHUNK_K = 4096  # most K whose activations are staged at once for many columns
 BALANCE = 0.5  # see split_tiles
 NOMINAL_CONTEXT = 1024  # positions, for which the SMs' loads are balanced
 BLOCKS_PER_SPLIT = 17  # of 16 positions; 1,024 positions then make four splits, which one round of loads merges
-WINDOW = 1  # stages in flight; more of them only lengthen the hops
+WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
+HEAD_WINDOW = 4  # and in the head, where there are none
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
 
@@ -328,7 +329,7 @@ def make_plan(
     x = -(-max(staged(p) for p in phases.values()) // 128) * 128
     queries = query_blocks * 2 * 8 * hd * 2
     rows = min(8, group_heads * columns)
-    attention = queries + kv_bytes + query_blocks * lanes * rows * (hd + 2) * 4
+    attention = queries + kv_bytes + query_blocks * lanes * rows * (hd + 8 + 2) * 4
     arena = max(x + part, attention)
     arena = -(-arena // 128) * 128
 
@@ -370,7 +371,8 @@ def make_plan(
         "KV_PER_STAGE": str(kv_per_stage),
         "STAGE_BYTES": str(stage),
         "STAGES": str(stages),
-        "WINDOW": str(min(tuning.get("WINDOW", WINDOW), stages - 1)),
+        "LAYER_WINDOW": str(min(tuning.get("WINDOW", WINDOW), stages - 1)),
+        "HEAD_WINDOW": str(min(tuning.get("HEAD_WINDOW", HEAD_WINDOW), stages - 1)),
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
         "PART_BYTES": str(part),
         "X_BYTES": str(x),

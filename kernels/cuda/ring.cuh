@@ -31,7 +31,7 @@ struct Producer {
     RingBarriers& barriers;
     u8* slots;
     Cursor next, oldest;  // the stage to fill; the oldest one in flight
-    int in_flight = 0;
+    int in_flight = 0, window = LAYER_WINDOW;
 
     __device__ __forceinline__ Producer(RingBarriers& barriers, u8* slots) : barriers(barriers), slots(slots) {}
 
@@ -42,7 +42,7 @@ struct Producer {
             const int n = min(UNITS_PER_STAGE, units - u);
             barrier_wait(&barriers.empty[next.slot], next.parity ^ 1, WAIT_EMPTY);
             // A bounded window keeps the queues of the memory system short: hops wait behind them otherwise.
-            if (in_flight == WINDOW) drain_one();
+            while (in_flight >= window) drain_one();
             fill(source + size_t(u) * UNIT_BYTES, n * UNIT_BYTES, EMPTY_ARRIVALS - n * readers);
             next.advance(1);
             in_flight++;
