@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent
 def load_compile() -> ModuleType:
     """kernels/cpu/compile.py by its path: the tree being built need not be importable."""
     spec = importlib.util.spec_from_file_location("flint_compile", ROOT / "kernels" / "cpu" / "compile.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -84,34 +84,47 @@ def library_name() -> str:
     return f"libflint_cpu-{architecture()}-{source_digest()}.so"
 
 
-def compile_library(
-    output: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = (), arch: str = ""
-) -> None:
+def compile_library(output: Path, compiler: list[str] | None = None) -> None:
     """Build the shared library as `output`, replacing it in one step.
 
-    compiler: argument list (default: find_compiler()). flags: appended to every command, e.g. a sanitizer. arch: of the
-    target when cross-compiling. Raises NoCompiler with the compiler's first complaint.
+    compiler: argument list (default: find_compiler()). Raises NoCompiler with the compiler's first complaint.
     """
+    # as-needed: nothing here uses the C++ run-time library, so it does not become a dependency.
+    needed = ["-Wl,--as-needed"] if sys.platform == "linux" else []
+    _build(output, [], [*needed, "-shared"], compiler, (), architecture())
+
+
+def compile_program(
+    main: Path, output: Path, compiler: list[str] | None = None, flags: tuple[str, ...] = (), arch: str = ""
+) -> None:
+    """Build `main` and the library's sources as one executable, for tests.
+
+    flags: appended to every command, e.g. a sanitizer. arch: of the target, when cross-compiling.
+    """
+    _build(output, [main], [], compiler, (f"-I{DIRECTORY}", *flags), arch or architecture())
+
+
+def _build(
+    output: Path, extra: list[Path], link: list[str], compiler: list[str] | None, flags: tuple[str, ...], arch: str
+) -> None:
     compiler = compiler or find_compiler()
     if compiler is None:
         raise NoCompiler("no C++ compiler ($CXX, c++, g++ or clang++)")
     if sys.platform == "win32":
         raise NoCompiler("Windows is not supported by the native library")
-    files = dict.fromkeys(_SOURCES, ()) | _ISA_FLAGS.get(arch or architecture(), {})
+    sources = {DIRECTORY / name: () for name in _SOURCES} | dict.fromkeys(extra, ())
+    sources |= {DIRECTORY / name: isa for name, isa in _ISA_FLAGS.get(arch, {}).items()}
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".compile-") as scratch:
-        objects = {name: str(Path(scratch, name).with_suffix(".o")) for name in files}
+        objects = {source: str(Path(scratch, source.name).with_suffix(".o")) for source in sources}
 
-        def compile_one(name: str) -> None:
-            source = str(DIRECTORY / name)
-            _run([*compiler, *_FLAGS, *files[name], *flags, "-c", source, "-o", objects[name]])
+        def compile_one(source: Path) -> None:
+            _run([*compiler, *_FLAGS, *sources[source], *flags, "-c", str(source), "-o", objects[source]])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, sorted(files, reverse=True)))
-        result = str(Path(scratch, "library"))
-        # as-needed: nothing here uses the C++ run-time library, so it does not become a dependency.
-        needed = ["-Wl,--as-needed"] if sys.platform == "linux" else []
-        _run([*compiler, *needed, "-shared", *objects.values(), *flags, "-o", result, "-lpthread", "-lm"])
+            list(pool.map(compile_one, sorted(sources, reverse=True)))
+        result = str(Path(scratch, "result"))
+        _run([*compiler, *link, *objects.values(), *flags, "-o", result, "-lpthread", "-lm"])
         os.replace(result, output)
 
 
