@@ -27,11 +27,14 @@ def write_seeds(root: Path) -> None:
     llama = small_config("llama", **sizes, rope_scaling=RopeDivisors((1.0, 1.0, 2.0, 8.0)))
     granite = small_config("granite", **sizes)
     qwen3 = small_config("qwen3", **sizes)
-    for name in ("gguf-q4_1", "gguf-q8_0", "gguf-f16"):
+    wide = small_config("llama", **{**sizes, "hidden_size": 256, "intermediate_size": 256}, rope_scaling=None)
+    for name in ("gguf-q4_1", "gguf-q8_0", "gguf-f16", "gguf-k"):
         (root / name).mkdir(parents=True)
     write_gguf(root / "gguf-q4_1" / "m.gguf", llama, "Q4_1")
     write_gguf(root / "gguf-q8_0" / "m.gguf", granite, "Q8_0")
     write_gguf(root / "gguf-f16" / "m.gguf", qwen3, "F16")
+    kinds = {"gate": "Q4_K", "up": "Q5_K", "down": "Q6_K"}  # the others' rows are too short
+    write_gguf(root / "gguf-k" / "m.gguf", wide, lambda name: kinds.get(name.rpartition(".")[2], "Q4_0"))
     write_folder(root / "hf-bf16", config_json(granite), [random_tensors(granite)])
     (root / "hf-bf16" / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     tensors = list(random_tensors(qwen3, "F32").items())
@@ -65,7 +68,7 @@ def test_the_unmutated_seeds_are_read(tmp_path: Path) -> None:
 
     write_seeds(tmp_path)
     models = list(tmp_path.iterdir())
-    assert len(models) == 8
+    assert len(models) == 9
     for model in models:
         read_everything(model)
     assert PackedModel.open(tmp_path / "packed-int8").storage("embed").format == "bf16"
