@@ -285,7 +285,8 @@ def make_plan(
 ) -> Plan:
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
-    tuning: overrides of WINDOW (stages in flight), BLOCKS_PER_SPLIT, STAGES; and PROFILE.
+    tuning: overrides of WINDOW, HEAD_WINDOW, BLOCKS_PER_SPLIT, NOMINAL_CONTEXT, STAGES, STAGE_BYTES, CONSUMER_WARPS and
+    BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody (wrong results, for diagnosis).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads

@@ -1,0 +1,168 @@
+"""The decode megakernel, all its SMs at once, run on the CPU (cuda_on_cpu/sm.h): logits, streams, stops; no GPU needed.
+
+Three to eighteen emulated SMs decode models of a layer or two; shared memory and the KV cache start as NaN. Fibers take
+turns in a seeded order, so a wait that depends on luck shows as a deadlock or as a different token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.matrix import Matrix
+from kernels.cuda.check import Case, plan_of
+from kernels.cuda.kv_layout import cache_shape
+from kernels.cuda.megakernel import DeviceSampling, _Parameters, _SmTiles
+from kernels.cuda.plan import KernelDims
+from kernels.cuda.reference import Reference, draw, random_model
+from tests.kernels.tiling import tiled
+
+HERE = Path(__file__).parent / "cuda_on_cpu"
+SHARED_LIMIT = 150_000
+pytestmark = [
+    pytest.mark.slow,  # ten seconds of g++ and as many of fibers for each
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to run the kernel on the CPU"),
+]
+
+
+class EmulatedGpu:
+    """One random model on `sms` emulated multiprocessors."""
+
+    def __init__(self, build: Path, dims: KernelDims, case: Case, columns: int, sms: int, context: int = 96) -> None:
+        self.dims, self.columns = dims, columns
+        self.model = random_model(dims, case.kind, case.group, head=case.head, seed=3)
+        self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns)
+        defines = [f"-D{name}={value}" for name, value in self.plan.constants.items()]
+        library = build / "megakernel.so"
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w", f"-I{HERE}", *defines]
+        subprocess.run(["g++", *flags, str(HERE / "megakernel.cpp"), "-o", str(library)], check=True)
+        self._run = ctypes.CDLL(str(library)).run
+        matrices = {name: _packed(name, m) for name, m in self.model.matrices.items()}
+        weights = tiled(dims, matrices, sms)
+        self._weights, self._embed = _aligned(weights.data), matrices["embed"]
+        self._tiles = (_SmTiles * sms)()
+        split = weights.split
+        for s in range(sms):
+            self._tiles[s].first[:], self._tiles[s].count[:] = split.first[s], split.count[s]
+            self._tiles[s].offset, self._tiles[s].layer_bytes = split.offset[s], split.layer_bytes[s]
+        vectors = self.model.vectors
+        names = [f"layers.{i}.{n}" for i in range(dims.layers) for n in ("attn_norm", "mlp_norm")] + ["final_norm"]
+        self._norms = np.concatenate([vectors[n] for n in names])
+        heads = [vectors[f"layers.{i}.{n}"] for i in range(dims.layers) for n in ("q_norm", "k_norm") if dims.qk_norm]
+        self._head_norms = np.concatenate(heads) if heads else None
+        self._frequencies = self.model.inverse_frequencies
+        shape = cache_shape(dims.layers, dims.kv_heads, context, dims.head_dim)
+        self._cache = torch.full(shape, float("nan"), dtype=torch.bfloat16)
+        self._host = np.zeros(8 + 2 * (context + 1), np.uint64)
+
+    def step(self, tokens: list[int], position: int) -> torch.Tensor:
+        p, logits = self._parameters(), np.full((self.columns, self.dims.vocab), np.nan, np.float32)
+        p.logits = logits.ctypes.data
+        p.tokens[: len(tokens)] = tokens
+        p.columns, p.position, p.max_tokens = len(tokens), position, 1
+        assert self._run(ctypes.byref(p), ctypes.c_uint64(0)) == 0, "deadlock"
+        return torch.from_numpy(logits[: len(tokens)])
+
+    def stream(
+        self,
+        history: list[int],
+        way: DeviceSampling,
+        count: int,
+        stop: tuple[int, ...] = (),
+        order: int = 0,
+        cancel: bool = False,
+    ) -> list[int]:
+        p, position = self._parameters(), 0
+        window = history[-way.repeat_window :] if way.repeat_penalty != 1.0 else []
+        ids, out = np.array([*stop, *window, 0], np.int32), np.full(count, -1, np.int32)
+        logits = np.full(self.dims.vocab, np.nan, np.float32)
+        p.stop_ids, p.stop_count = ids.ctypes.data, len(stop)
+        p.window_ids, p.window_count, p.window = ids.ctypes.data + 4 * len(stop), len(window), way.repeat_window
+        p.ids, p.tokens[0], p.columns, p.position, p.max_tokens = out.ctypes.data, history[-1], 1, position, count
+        p.mode, p.draw_index, p.seed = 2 if way.temperature > 0 else 1, len(history), way.seed
+        p.temperature, p.top_k, p.top_p, p.min_p = way.temperature, way.top_k, way.top_p, way.min_p
+        p.repeat_penalty = way.repeat_penalty
+        if p.mode == 2:
+            p.logits = logits.ctypes.data
+        self._host[:] = 0
+        self._host[2] = int(cancel)
+        assert self._run(ctypes.byref(p), ctypes.c_uint64(order)) == 0, "deadlock"
+        return [int(i) for i in out if i >= 0]
+
+    def _parameters(self) -> _Parameters:
+        def address(array: Any) -> int:
+            return 0 if array is None else array.ctypes.data
+
+        p = _Parameters()
+        self._scratch = np.zeros(self.plan.scratch_bytes // 4 + 16, np.uint32)
+        p.weights, p.tiles = self._weights.data_ptr(), ctypes.addressof(self._tiles)
+        p.scratch = -(-address(self._scratch) // 16) * 16
+        p.kv, p.norms, p.head_norms = self._cache.data_ptr(), address(self._norms), address(self._head_norms)
+        p.inverse_frequencies = address(self._frequencies)
+        p.embed_q, p.embed_scale = address(self._embed.q), address(self._embed.scale)
+        p.embed_minimum = address(self._embed.minimum)
+        p.kv_layer_stride, p.kv_head_stride = self._cache.stride(0), self._cache.stride(1)
+        base = address(self._host)
+        p.host_started, p.host_stop, p.host_report, p.host_tokens = base, base + 16, base + 24, base + 64
+        p.repeat_penalty = p.top_p = 1.0
+        return p
+
+
+def _packed(name: str, m: Any) -> Matrix:
+    q = m.q.numpy().view(np.uint16) if m.format == "bf16" else m.q.numpy()
+    scale, minimum = (None if a is None else a.numpy() for a in (m.scale, m.minimum))
+    return Matrix(name, m.format, m.n, m.k, m.group, q, scale, minimum)
+
+
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    buffer = torch.empty(data.numel() + 128, dtype=torch.uint8)
+    start = -buffer.data_ptr() % 128
+    buffer[start : start + data.numel()] = data
+    return buffer[start : start + data.numel()]
+
+
+def small(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, *, layers: int = 2, qk_norm: bool = False
+) -> KernelDims:
+    multipliers = (3.0, head_dim**-0.5, 0.5, 2.0)
+    return KernelDims(hidden, layers, heads, kv_heads, head_dim, inner, 300, 1e-5, qk_norm, True, *multipliers)
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind", "group", "head", "columns", "sms"),
+    [
+        (small(256, 4, 2, 64, 512), "int4", 128, None, 4, 3),
+        (small(192, 3, 1, 128, 320, qk_norm=True), "int4_asymmetric", 32, ("int8", 32), 1, 3),
+        (small(192, 3, 3, 64, 384), "bf16", 0, None, 1, 3),
+        (small(128, 2, 1, 64, 192), "int4", 64, None, 1, 18),  # most SMs have no tiles of o and down
+    ],
+)
+def test_logits_equal_the_reference(tmp_path: Path, dims, kind: str, group: int, head, columns: int, sms: int):
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, kind, group, head), columns, sms)
+    truth, position = Reference(gpu.model, 128), 0
+    for m in (1, columns, max(1, columns - 1)):
+        tokens = [7 + position + i for i in range(m)]
+        logits, expected = gpu.step(tokens, position), truth.step(tokens, position)[0]
+        assert (logits - expected).norm() < 3e-3 * expected.norm()  # a bf16 cache's rounding may flip now and then
+        position += m
+
+
+def test_streams_draw_as_the_reference_and_stop_where_told(tmp_path: Path):
+    dims = small(256, 4, 2, 64, 512, layers=1)
+    gpu, history = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 64), 1, 3), [4, 9]
+    way = DeviceSampling(1.2, top_k=20, top_p=0.9, min_p=0.01, repeat_penalty=1.2, repeat_window=4, seed=5)
+    ids = gpu.stream(history, way, 8)
+    assert gpu.stream(history, way, 8, order=7) == ids
+    assert gpu.stream(history, way, 8, stop=(ids[3],), order=3) == ids[: ids.index(ids[3]) + 1]
+    assert len(gpu.stream(history, DeviceSampling(), 40, cancel=True)) < 4
+    for position, token in enumerate(ids):
+        expected, distance = draw(gpu.step([history[-1]], position)[0], way, history)
+        assert expected == token or distance < 1e-5
+        history.append(token)
