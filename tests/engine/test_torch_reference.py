@@ -36,13 +36,13 @@ class Oracle:
     logits: np.ndarray  # [TOKENS, vocab]
     residual: list[np.ndarray]  # entering each layer, [TOKENS, hidden]
 
-    def open(self, **options) -> TorchReference:
-        checkpoint = open_checkpoint(self.directory)
-        with checkpoint:
+    def open(self, dtype: torch.dtype = torch.float32) -> TorchReference:
+        with open_checkpoint(self.directory) as checkpoint:
             return TorchReference(
                 self.config,
                 lambda name: torch.from_numpy(checkpoint.read_float(name)),
-                **({"context_size": 512} | options),
+                context_size=512,
+                dtype=dtype,
             )
 
 
