@@ -25,6 +25,7 @@ from engine.events import Event, Note
 from engine.hardware import Bandwidth, gpu_bandwidth, physical_memory, streaming_bandwidth
 from engine.library import packed_models, resolve
 from engine.packed import PackedModel
+from engine.paths import cache_dir
 from engine.progress import Report, silent
 from engine.sampling import Sampling
 from engine.tokenizer import Tokenizer
@@ -152,7 +153,8 @@ def open_engine(
 
     model: as in `open_model`. backend: "auto" takes cuda where it works, else the native cpu decoder, else torch.
     threads: of the CPU backends. context: positions of the KV cache; None takes what the model and backend allow.
-    notify: called with one line where the user should know something (a download, a slower backend and why).
+    notify: called with one line where the user should know something: a download, a compilation, a slower backend and
+    why.
     """
     if backend not in BACKENDS:
         raise UsageError(f"No backend named {backend!r}", f"Use one of {', '.join(BACKENDS)}.")
@@ -240,7 +242,7 @@ def open_backend(
     if name == "cuda":
         return _open_cuda(model, context, notify)
     if name == "cpu":
-        return _open_cpu(model, threads, context)
+        return _open_cpu(model, threads, context, notify)
     if name == "torch":
         return _open_torch(model, threads, context)
     if _gpu() is not None:
@@ -249,7 +251,7 @@ def open_backend(
         except BackendError as failure:
             notify(f"not on the GPU: {failure}")
     try:
-        return _open_cpu(model, threads, context)
+        return _open_cpu(model, threads, context, notify)
     except DeviceOutOfMemory:
         raise
     except BackendError as failure:
@@ -272,10 +274,11 @@ def _open_cuda(model: PackedModel, context: int | None, notify: Notify) -> Backe
     return CudaBackend.from_packed(model, context_size=context, progress=notify)
 
 
-def _open_cpu(model: PackedModel, threads: int | None, context: int | None) -> Backend:
+def _open_cpu(model: PackedModel, threads: int | None, context: int | None, notify: Notify) -> Backend:
     from engine.backends.cpu import CpuBackend
-    from kernels.native import LibraryMissing
+    from kernels.native import LibraryMissing, announce_build
 
+    announce_build(cache_dir() / "kernels", notify)
     try:
         return CpuBackend(model, context_size=context, threads=threads)
     except LibraryMissing as failure:

@@ -166,11 +166,8 @@ def _native(notify: Callable[[str], None]) -> tuple[str | None, str, tuple[str, 
     """The native library's file (built now if need be), or why there is none, and its instruction sets."""
     from engine.backends import cpu
     from kernels import native
-    from kernels.cpu import compile as compiler
 
-    places = (compiler.DIRECTORY, cache_dir() / "kernels")
-    if compiler.find_compiler() and not any((place / compiler.library_name()).exists() for place in places):
-        notify("compiling the native decoder (once)")
+    native.announce_build(cache_dir() / "kernels", notify)
     try:
         library = cpu.native_library()
         native.isa(library)  # refuses a FLINT_CPU_PATH that is not here

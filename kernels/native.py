@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
@@ -122,6 +123,20 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
         if isinstance(_loaded, LibraryMissing):
             raise _loaded
         return _loaded
+
+
+def must_build(cache: Path) -> bool:
+    """Whether `load(cache)` would compile the library: there is none yet, and a compiler is at hand."""
+    if isinstance(_loaded, ctypes.CDLL):
+        return False
+    name = compiler.library_name()
+    return not any((place / name).exists() for place in (compiler.DIRECTORY, cache)) and bool(compiler.find_compiler())
+
+
+def announce_build(cache: Path, notify: Callable[[str], None]) -> None:
+    """Say so, in one line, where `load(cache)` will compile: that takes up to a minute on a small machine."""
+    if must_build(cache):
+        notify("compiling the native decoder, once per version")
 
 
 def isa(library: ctypes.CDLL) -> str:

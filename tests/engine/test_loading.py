@@ -189,6 +189,19 @@ def test_a_missing_native_library_is_a_line_with_a_way_out(model, monkeypatch):
     assert "--backend torch" in failure.value.hint
 
 
+def test_compiling_is_announced_before_it_begins(model, monkeypatch):
+    lines: list[str] = []
+
+    def opened(*arguments: object, **options: object) -> Opened:
+        lines.append("opened")
+        return Opened("cpu")
+
+    monkeypatch.setattr("engine.backends.cpu.CpuBackend", opened)
+    monkeypatch.setattr("kernels.native.must_build", lambda cache: True)
+    open_backend(model, "cpu", notify=lines.append)
+    assert lines == ["compiling the native decoder, once per version", "opened"]
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

@@ -110,6 +110,20 @@ def test_without_a_compiler_or_a_library_the_reason_is_named(tmp_path: Path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_a_build_is_foreseen_where_there_is_no_library_and_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_loaded", None)
+    monkeypatch.setattr(compiler, "library_name", lambda: "libflint_cpu-absent.so")
+    monkeypatch.setattr(compiler, "find_compiler", lambda: ["c++"])
+    assert native.must_build(tmp_path)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
+    assert not native.must_build(tmp_path)
+    monkeypatch.setattr(compiler, "find_compiler", lambda: ["c++"])
+    (tmp_path / "libflint_cpu-absent.so").touch()
+    assert not native.must_build(tmp_path)
+
+
 def test_a_failing_compiler_is_reported_by_its_first_error(tmp_path: Path) -> None:
     script = tmp_path / "cxx"
     script.write_text("#!/bin/sh\necho 'x.cpp:1:1: error: no such thing' >&2\nexit 1\n")
