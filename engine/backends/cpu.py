@@ -184,6 +184,7 @@ class CpuBackend:
             kind = tensor_kind(name)
             self._weight_bytes[kind] = self._weight_bytes.get(kind, 0) + size
             weight_bytes += size
+        model.release()  # the scales were read, to check them
         shape = native.Shape(
             config.hidden_size,
             config.num_layers,
@@ -209,18 +210,8 @@ class CpuBackend:
         return handle
 
     def _load(self, model: PackedModel) -> None:
-        for i in range(self.config.num_layers):
-            matrices = [model.matrix(f"layers.{i}.{name}") for name in MATRICES]
-            norms: list[np.ndarray | None] = [
-                np.ascontiguousarray(model.vector(f"layers.{i}.{name}"))
-                if name[0] not in "qk" or self.config.qk_norm
-                else None
-                for name in NORMS
-            ]
-            pointers = (ctypes.c_void_p * len(NORMS))(*(None if a is None else a.ctypes.data for a in norms))
-            packed = (native.PackedMatrix * len(MATRICES))(*(_packed(matrix) for matrix in matrices))
-            _check(self._library.flint_model_set_layer(self._handle, i, packed, pointers), f"load layer {i}")
-            model.release()
+        """Tile matrix after matrix, letting go of each part of the file: the largest, the embedding, comes first, so
+        that its two copies are never in memory on top of everything else."""
         embed = model.matrix("embed")
         head = None if self.config.tie_word_embeddings else model.matrix("head")
         final_norm = np.ascontiguousarray(model.vector("final_norm"))
@@ -229,6 +220,14 @@ class CpuBackend:
         )
         _check(status, "load the embedding")
         model.release()
+        names = [name for name in NORMS if self.config.qk_norm or name not in ("q_norm", "k_norm")]
+        for i in range(self.config.num_layers):
+            matrices = [model.matrix(f"layers.{i}.{name}") for name in MATRICES]
+            norms = [np.ascontiguousarray(model.vector(f"layers.{i}.{name}")) for name in names]
+            packed = (native.PackedMatrix * len(MATRICES))(*(_packed(matrix) for matrix in matrices))
+            pointers = (ctypes.c_void_p * len(NORMS))(*(norm.ctypes.data for norm in norms))  # absent ones stay null
+            _check(self._library.flint_model_set_layer(self._handle, i, packed, pointers), f"load layer {i}")
+            model.release()
 
     def _open(self) -> int:
         if self._handle is None:

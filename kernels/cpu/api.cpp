@@ -134,6 +134,7 @@ Model* flint_model_new(const Shape* shape, const float* inverse_frequency, const
 int flint_model_set_layer(Model* model, int index, const PackedMatrix* m, const float* const* norms) {
     if (index < 0 || index >= model->shape.layers || !norms[0] || !norms[1]) return kErrorArgument;
     Layer& layer = model->layers[index];
+    if (layer.attn_norm) return kErrorArgument;
     const Shape& s = model->shape;
     const int q = model->q_size(), kv = model->kv_size();
     int status = place(*model, m[0], q, s.hidden, &layer.q);
@@ -142,10 +143,11 @@ int flint_model_set_layer(Model* model, int index, const PackedMatrix* m, const 
     if (!status) status = place(*model, m[3], s.hidden, q, &layer.o);
     if (!status) status = place_pair(*model, m + 4, s.intermediate, s.hidden, &layer.gate, &layer.up);
     if (!status) status = place(*model, m[6], s.hidden, s.intermediate, &layer.down);
-    if (!status) status = place_norm(*model, norms[0], s.hidden, &layer.attn_norm);
     if (!status) status = place_norm(*model, norms[1], s.hidden, &layer.mlp_norm);
     if (!status) status = place_norm(*model, norms[2], s.head_dim, &layer.q_norm);
     if (!status) status = place_norm(*model, norms[3], s.head_dim, &layer.k_norm);
+    if (!status) status = place_norm(*model, norms[0], s.hidden, &layer.attn_norm);
+    if (!status) ++model->layers_loaded;
     return status;
 }
 
@@ -167,7 +169,7 @@ void flint_model_free(Model* model) {
 int flint_model_step(Model* model, const int32_t* tokens, int count, int logit_rows, float* logits, int feature_count,
                      const int32_t* feature_layers, float* const* features) {
     if (model->streaming.load()) return kErrorBusy;
-    if (count < 1 || model->position + count > model->shape.context || !model->final_norm) return kErrorArgument;
+    if (count < 1 || model->position + count > model->shape.context || !model->ready()) return kErrorArgument;
     if (logit_rows != 0 && logit_rows != 1 && logit_rows != count) return kErrorArgument;
     for (int i = 0; i < count; ++i) {
         if (tokens[i] < 0 || tokens[i] >= model->shape.vocab) return kErrorArgument;

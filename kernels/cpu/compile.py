@@ -1,6 +1,7 @@
 """Compiles the C++ library with whatever compiler there is; used by setup.py and by the loader.
 
-Standard library only, no import of the rest of flint: setup.py runs it before anything is installed.
+Standard library only, no import of the rest of flint: setup.py runs it before anything is installed. Nearly every start
+only asks for the library's name, so what compiling needs is imported where it is used.
 """
 
 from __future__ import annotations
@@ -8,12 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parent
@@ -56,6 +52,9 @@ class NoCompiler(Exception):
 
 def find_compiler() -> list[str] | None:
     """$CXX, else c++, g++ or clang++ from PATH, as an argument list."""
+    import shlex
+    import shutil
+
     given = shlex.split(os.environ.get("CXX", ""))
     if given:
         return given if shutil.which(given[0]) else None
@@ -107,6 +106,9 @@ def compile_program(
 def _build(
     output: Path, extra: list[Path], link: list[str], compiler: list[str] | None, flags: tuple[str, ...], arch: str
 ) -> None:
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+
     compiler = compiler or find_compiler()
     if compiler is None:
         raise NoCompiler("no C++ compiler ($CXX, c++, g++ or clang++)")
@@ -129,6 +131,8 @@ def _build(
 
 
 def _run(command: list[str]) -> None:
+    import subprocess
+
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

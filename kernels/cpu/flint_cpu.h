@@ -33,12 +33,12 @@ FLINT_API int flint_matmul(const char* isa, const flint::PackedMatrix* matrix, c
 FLINT_API flint::Model* flint_model_new(const flint::Shape* shape, const float* inverse_frequency, const char* isa,
                                         int threads, size_t weight_bytes);
 
-// Tiles one layer. matrices: q, k, v, o, gate, up, down. norms: attention, mlp, q, k (the last two may be null). The
+// Tiles one layer, which must not be loaded yet. matrices: q, k, v, o, gate, up, down. norms: attention, mlp, q, k (the last two may be null). The
 // sources may be released on return.
 FLINT_API int flint_model_set_layer(flint::Model* model, int layer, const flint::PackedMatrix* matrices,
                                     const float* const* norms);
 
-// The embedding, the head (null: tied to the embedding) and the final norm. Last.
+// The embedding, the head (null: tied to the embedding) and the final norm.
 FLINT_API int flint_model_set_ends(flint::Model* model, const flint::PackedMatrix* embed,
                                    const flint::PackedMatrix* head, const float* final_norm);
 

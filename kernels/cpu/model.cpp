@@ -71,15 +71,16 @@ void lay_out(Model& model, Arena& arena) {
 }  // namespace
 
 bool Arena::reserve(size_t bytes, bool huge_pages) {
-    bytes_ = round_up(bytes, kHugePage);
-    map_bytes_ = bytes_ + kHugePage;
+    bytes_ = bytes;
+    map_bytes_ = bytes + kHugePage;
     void* map = mmap(nullptr, map_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED) return false;
     map_ = static_cast<uint8_t*>(map);
     base_ = reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<size_t>(map), kHugePage));
     used_ = 0;
 #if defined(MADV_HUGEPAGE)
-    if (huge_pages) madvise(base_, bytes_, MADV_HUGEPAGE);  // advice: where it is refused, small pages serve
+    // Advice: where it is refused, small pages serve. The last piece would waste most of a huge page.
+    if (huge_pages) madvise(base_, bytes_ / kHugePage * kHugePage, MADV_HUGEPAGE);
 #else
     (void)huge_pages;
 #endif

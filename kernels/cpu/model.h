@@ -65,6 +65,7 @@ struct Model {
 
     Arena weights;
     Layer* layers = nullptr;
+    int layers_loaded = 0;
     Tiles embed, head;
     const float* final_norm = nullptr;
     float* inverse_frequency = nullptr;  // [head_dim / 2]
@@ -111,6 +112,7 @@ struct Model {
         return keys(chunk, layer, kv_head) + chunk_halves(shape.head_dim);
     }
 
+    bool ready() const { return final_norm && layers_loaded == shape.layers; }
     bool allocate();  // cache and scratch; false when memory is refused
 };
 

@@ -81,7 +81,7 @@ using namespace flint;
 
 Stream* flint_stream_start(Model* model, const int32_t* history, int64_t history_count, const SamplingOptions* options,
                            int max_tokens, const int32_t* stop_ids, int stop_count) {
-    if (history_count < 1 || max_tokens < 1 || !model->final_norm) return nullptr;
+    if (history_count < 1 || max_tokens < 1 || !model->ready()) return nullptr;
     const int32_t first = history[history_count - 1];
     if (first < 0 || first >= model->shape.vocab || model->streaming.load()) return nullptr;
     const int room = model->shape.context - model->position;
