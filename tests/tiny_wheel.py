@@ -45,19 +45,35 @@ def pip_environment(cache: Path, index_url: str = "http://127.0.0.1:1/simple") -
 
 
 @contextmanager
-def serve_index(folder: Path) -> Iterator[str]:
-    """Serve the folder's wheel over HTTP; yields the index's URL."""
+def serve_index(folder: Path, cuts: int = 0, starts: list[int] | None = None) -> Iterator[str]:
+    """Serve the folder's wheel over HTTP, by ranges too; yields the index's URL.
+
+    cuts: the first so many connections break halfway through what they were asked for. starts: gets the offset that
+    each download of the wheel began at.
+    """
     content = (folder / FILE_NAME).read_bytes()
+    starts = [] if starts is None else starts
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = f'<a href="/{FILE_NAME}">{FILE_NAME}</a>'.encode()
-            body, kind = (content, "application/zip") if self.path.endswith(".whl") else (page, "text/html")
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
+            if not self.path.endswith(".whl"):
+                self._send(200, page, {"Content-Type": "text/html"})
+                return
+            asked = self.headers.get("Range", "bytes=0-")
+            start = int(asked.removeprefix("bytes=").partition("-")[0])
+            starts.append(start)
+            headers = {"Content-Type": "application/zip", "Accept-Ranges": "bytes", "ETag": '"one"'}
+            if start:
+                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            self._send(206 if start else 200, content[start:], headers, cut=len(starts) <= cuts)
+
+        def _send(self, status: int, body: bytes, headers: dict[str, str], cut: bool = False) -> None:
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(body[: len(body) // 2] if cut else body)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

