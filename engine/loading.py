@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engine.backends.base import Backend
-from engine.catalog import CATALOG, EMBEDDED_DEFAULT, find
+from engine.catalog import CATALOG, EMBEDDED_DEFAULT, GPU_DEFAULT, find
 from engine.chat_template import ChatTemplate, Message
 from engine.decoder import DecodeOptions, Decoder
 from engine.disk import human_bytes
@@ -180,7 +180,7 @@ def open_model(
 ) -> PackedModel:
     """Open the packed model that `spec` means: a name, name/variant, a packed directory, or a checkpoint on this disk
     (packed first). None: the newest that this machine runs well, else the embedded default, which is fetched and
-    packed on first use, after saying how large it is.
+    packed on first use, after saying how large it is and, on a GPU, which model to pack for it.
 
     Raises ModelNotFound with near matches, CheckpointError, FetchError, DiskFull.
     """
@@ -188,6 +188,9 @@ def open_model(
         entry = next((entry for entry in packed_models() if _runs_well(entry, backend)), None)
         if entry is not None:
             return PackedModel.open(entry.directory)
+        gpu = _gpu() if backend in ("auto", "cuda") else None
+        if gpu is not None and 2 * CATALOG[GPU_DEFAULT].parameters <= MEMORY_SHARE * gpu.memory_bytes:
+            notify(f"{gpu.name} runs {GPU_DEFAULT} well: `flint pack {GPU_DEFAULT}`")
         spec = EMBEDDED_DEFAULT
     return PackedModel.open(_directory(spec, notify, progress))
 

