@@ -14,6 +14,7 @@ from engine.bench.arms import Arm
 from engine.bench.clocks import snapshot
 from engine.bench.gate import Gate, Reference, check
 from engine.errors import BackendError, printable
+from engine.hardware import Bandwidth
 from engine.statistics import ROUNDS, Comparison, compare, summarise
 from engine.strict_json import Record
 
@@ -24,13 +25,15 @@ Watch = Callable[[str], None]
 @dataclass
 class Result:
     """One arm's outcome. state: "measured", "missing", "failed" (its process) or "wrong" (the gate). samples: decode
-    tok/s by round; prefill: tok/s by round (none where the arm cannot say)."""
+    tok/s by round; prefill: tok/s by round (none where the arm cannot say). place: whose memory it reads, "cpu" or
+    "gpu"."""
 
     arm: Arm
     state: str = "measured"
     problem: str = ""
     gate: Gate | None = None
     device: str = ""
+    place: str = "cpu"
     versions: dict[str, str] = field(default_factory=dict)
     bytes_per_token: float | None = None
     acceptance_length: float | None = None
@@ -44,13 +47,14 @@ class Result:
 @dataclass(frozen=True)
 class Outcome:
     """base: the arm that the others are compared with (None: none was measured). machine: its state before each
-    round."""
+    round. peaks: "cpu" and "gpu" -> the bandwidth that 100 % MBU stands for there."""
 
     results: list[Result]
     base: str | None
     rounds: int
     request: dict[str, Any]
     machine: list[dict[str, Any]]
+    peaks: dict[str, Bandwidth] = field(default_factory=dict)
 
     def measured(self) -> list[Result]:
         return [result for result in self.results if result.state == "measured"]
@@ -112,6 +116,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
                 "problem": result.problem or None,
                 "note": result.arm.note or None,
                 "device": result.device or None,
+                "place": result.place,
                 "versions": result.versions,
                 "gate": asdict(result.gate) if result.gate else None,
                 "avg_ts": summary.mean if summary else None,
@@ -134,6 +139,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "prompt_tokens": len(outcome.request["prompt"]),
         **request,
         "arms": arms,
+        "peaks": {place: asdict(peak) for place, peak in outcome.peaks.items()},
         "machine": outcome.machine,
     }
 
@@ -149,7 +155,14 @@ def outcome_from_json(value: dict[str, Any], where: str) -> Outcome:
     base = record.take("base")
     if base is not None and base not in [result.arm.name for result in results if result.state == "measured"]:
         record.fail("base", "no arm of that name was measured")
-    return Outcome(results, base, rounds, {"prompt": [0] * prompt}, [])
+    peaks = record.record("peaks")
+    known = {place: _peak_from_json(peaks.record(place)) for place in peaks.remaining() if place in ("cpu", "gpu")}
+    return Outcome(results, base, rounds, {"prompt": [0] * prompt}, [], known)
+
+
+def _peak_from_json(record: Record) -> Bandwidth:
+    gb_s, source = record.number("gb_s"), printable(record.text("source"))
+    return Bandwidth(gb_s, source) if 0 < gb_s < 1e9 else record.fail("gb_s", "out of range")
 
 
 def _result_from_json(record: Record, rounds: int) -> Result:
@@ -181,6 +194,7 @@ def _result_from_json(record: Record, rounds: int) -> Result:
         words("problem"),
         gate=gate and _gate_from_json(gate),
         device=words("device"),
+        place=words("place"),
         bytes_per_token=figure("bytes_per_token"),
         acceptance_length=figure("acceptance_length"),
         samples=list(samples),
@@ -212,6 +226,7 @@ def _gate(result: Result, answer: dict[str, Any], reference: Reference) -> None:
     if _problem(result, answer):
         return
     result.device = str(answer.get("device", ""))
+    result.place = "gpu" if answer.get("gpu") else "cpu"
     result.versions = dict(answer.get("versions", {}))
     if not result.arm.gated:
         return

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from engine.bench.compare import Outcome, Result
 from engine.bench.tables import table_markdown
-from engine.hardware import Bandwidth
 from engine.statistics import ROUNDS, summarise
 
 COLUMNS = ("arm", "tok/s", "prefill tok/s", "MB/token", "bytes", "GB/s", "MBU", "speed", "95 % interval", "verdict")
 
 
-def comparison_markdown(outcome: Outcome, peak: Bandwidth | None) -> str:
-    """peak: what 100 % MBU stands for. "bytes" and "speed": the base's divided by this arm's."""
+def comparison_markdown(outcome: Outcome) -> str:
+    """ "bytes" and "speed" are the base's divided by the row's arm's."""
     base = next((result for result in outcome.results if result.arm.name == outcome.base), None)
     table = [list(COLUMNS)]
-    table += [_cells(result, outcome, base, peak) for result in outcome.measured()]
+    table += [_cells(result, outcome, base) for result in outcome.measured()]
     lines = [table_markdown(table, right_from=1)] if len(table) > 1 else ["No arm was measured.\n"]
     if base is not None:
         lines.append(
@@ -22,8 +21,9 @@ def comparison_markdown(outcome: Outcome, peak: Bandwidth | None) -> str:
         )
         if outcome.rounds < ROUNDS:
             lines.append(f"No verdict: {outcome.rounds} rounds are fewer than {ROUNDS}.")
-    if peak is not None:
-        lines.append(f"MBU against {peak.gb_s:.1f} GB/s: {peak.source}.")
+    for place in sorted({result.place for result in outcome.measured()} & set(outcome.peaks)):
+        peak = outcome.peaks[place]
+        lines.append(f"MBU on the {place.upper()} against {peak.gb_s:.1f} GB/s: {peak.source}.")
     for result in outcome.measured():
         lines.append(f"{result.arm.name}: {result.device}; {_gate(result)}{_note(result)}")
     for result in outcome.results:
@@ -32,8 +32,9 @@ def comparison_markdown(outcome: Outcome, peak: Bandwidth | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(result: Result, outcome: Outcome, base: Result | None, peak: Bandwidth | None) -> list[str]:
+def _cells(result: Result, outcome: Outcome, base: Result | None) -> list[str]:
     summary, comparison = summarise(result.samples), outcome.comparison(result)
+    peak = outcome.peaks.get(result.place)
     moved = result.bytes_per_token
     gb_s = summary.mean * moved / 1e9 if moved else None
     ratio = base.bytes_per_token / moved if base and base.bytes_per_token and moved else None

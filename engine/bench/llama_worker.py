@@ -30,7 +30,7 @@ def llama_cpp_python(request):
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     prompt, count = request["prompt"], request["tokens"]
-    on_gpu = bool(request.get("gpu"))
+    on_gpu = bool(request.get("gpu")) and llama_cpp.llama_supports_gpu_offload()  # a CPU build stays on the CPU
     llm = llama_cpp.Llama(
         request["gguf"],
         n_ctx=request["context"],
@@ -68,6 +68,7 @@ def llama_cpp_python(request):
         "prefill_s": first - start,
         "decode_s": end - first,
         "device": f"llama.cpp, {'GPU' if on_gpu else str(request['threads']) + ' threads'}",
+        "gpu": on_gpu,
         "features": features,
         "versions": {"llama_cpp_python": llama_cpp.__version__},
     }
@@ -83,7 +84,8 @@ def llama_bench(binary, request):
     return {
         "prefill_s": prefill["avg_ns"] / 1e9,
         "decode_s": decode["avg_ns"] / 1e9,
-        "device": f"llama.cpp, {request['threads']} threads",
+        "device": f"{decode.get('backends', 'llama.cpp')}, {request['threads']} threads",
+        "gpu": "CUDA" in str(decode.get("backends", "")),
         "versions": {"llama.cpp": f"{decode.get('build_commit', '?')} ({decode.get('build_number', '?')})"},
     }
 

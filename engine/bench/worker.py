@@ -71,6 +71,7 @@ def _flint(request: dict[str, Any], backend: str, mode: str) -> dict[str, Any]:
         "bytes_per_token": end.usage.bytes_per_token,
         "acceptance_length": end.usage.acceptance_length,
         "device": engine.backend.description,
+        "gpu": engine.backend.name == "cuda",
         "drafter": drafter.name if drafter else None,
         "versions": _versions("flint", "numpy", *(["torch"] if backend != "cpu" else [])),
     }
@@ -157,6 +158,7 @@ def _transformers(request: dict[str, Any]) -> dict[str, Any]:
         "prefill_s": times[0] - start,
         "decode_s": times[-1] - times[0],
         "bytes_per_token": weights + kv * (len(request["prompt"]) + len(ids) / 2),
+        "gpu": on_gpu,
         "device": f"{str(dtype).removeprefix('torch.')} on {model.device}, {torch.get_num_threads()} threads",
         "versions": _versions("transformers", "torch"),
     }
@@ -174,6 +176,7 @@ def _torch_int4(request: dict[str, Any], compiled: bool) -> dict[str, Any]:
         "decode_s": seconds,
         "bytes_per_token": decoder.weight_bytes + decoder.kv_bytes * request["context"],
         "device": decoder.description,
+        "gpu": True,
         "versions": _versions("torch"),
     }
 

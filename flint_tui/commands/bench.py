@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import typer.core
@@ -69,11 +69,13 @@ def quick(
     import threading
 
     from flint_tui.bench_panel import quick_json, quick_panel
+    from flint_tui.bench_runs import run_quick
 
     busy = _say_if_busy()
     engine = _open(model, backend.value, threads)
     try:
-        result, where = run_quick(engine, threading.Event(), single=mode is QuickMode.single)
+        with _status() as say:
+            result, where = run_quick(engine, threading.Event(), say, single=mode is QuickMode.single)
     finally:
         engine.close()
     if as_json:
@@ -82,46 +84,6 @@ def quick(
     from rich.console import Console
 
     Console().print(quick_panel(result, where))
-
-
-def run_quick(engine: Engine, cancel, single: bool = False) -> tuple[Any, Any]:
-    """(BenchResult, Conditions) of the app's quick benchmark on an opened engine; kept where the app keeps its own."""
-    import contextlib
-    import time
-    from dataclasses import replace
-
-    from engine.bench.conditions import conditions
-    from engine.errors import Cancelled
-    from flint_tui.bench_quick import BenchResult, BenchRow, BenchStore, quick_bench
-    from flint_tui.engine_door import OpenedEngine
-
-    opened = OpenedEngine(engine)
-    if single:
-        opened.facts = replace(opened.facts, verify_width=1)
-    rows: list[BenchRow] = []
-    complete = False
-    with _status() as say:
-        for event in quick_bench(opened, cancel):
-            if isinstance(event, BenchRow):
-                rows.append(event)
-            else:
-                complete = event.done == event.total
-                say(f"{event.text}  {event.done}/{event.total}")
-    if not complete:
-        raise Cancelled("The benchmark was stopped")
-    where = conditions(engine, max((row.gb_s or 0.0 for row in rows), default=0.0))
-    peak = where.peak
-    result = BenchResult(
-        time.time(),
-        where.model,
-        where.description,
-        peak.gb_s if peak else None,
-        peak.source if peak else "",
-        tuple(rows),
-    )
-    with contextlib.suppress(OSError):  # a data folder that cannot be written costs the history, not the result
-        BenchStore().add(result)
-    return result, where
 
 
 @bench.command()
@@ -194,10 +156,11 @@ def compare(
 
     from engine.bench.compare import outcome_json
     from engine.bench.compare_table import comparison_markdown
+    from flint_tui.bench_runs import run_compare
 
     busy = _say_if_busy()
     with _status() as say:
-        outcome, peak = run_compare(
+        outcome = run_compare(
             model,
             arms.split(",") if arms else None,
             against,
@@ -208,67 +171,14 @@ def compare(
             llama_python,
             threads,
             say,
+            _note,
         )
     if as_json:
-        from engine.bench.conditions import bandwidth_json
-
-        typer.echo(json.dumps(outcome_json(outcome) | bandwidth_json(peak, None) | {"note": busy}, indent=2))
+        typer.echo(json.dumps(outcome_json(outcome) | {"note": busy}, indent=2))
     else:
-        typer.echo(comparison_markdown(outcome, peak), nl=False)
+        typer.echo(comparison_markdown(outcome), nl=False)
     if not outcome.measured():
         raise typer.Exit(1)
-
-
-def run_compare(
-    model: str | None,
-    names: list[str] | None,
-    against: str | None,
-    rounds: int,
-    prompt_tokens: int,
-    tokens: int,
-    gguf: Path | None,
-    llama_python: str | None,
-    threads: int | None,
-    say,
-) -> tuple[Any, Any]:
-    """(Outcome, Bandwidth or None) of a comparison on the machine as it is."""
-    from engine.bench import arms as contestants
-    from engine.bench.compare import run
-    from engine.bench.gguf_peer import find_gguf, gguf_bytes_per_token
-    from engine.bench.workload import prompt_ids
-    from engine.hardware import gpu_bandwidth, streaming_bandwidth
-    from engine.loading import open_model
-    from engine.tokenizer import Tokenizer
-    from kernels.cpu.threads import default_threads
-
-    packed = open_model(model, notify=_note)
-    if gguf is None and model is not None and model.lower().endswith(".gguf"):
-        gguf = Path(model)
-    path, problem = find_gguf(packed, gguf)
-    gpu = _gpu()
-    taking_part = contestants.find_arms(names, path, problem, llama_python)
-    request = {
-        "prompt": prompt_ids(Tokenizer.from_packed(packed), prompt_tokens),
-        "tokens": tokens,
-        "threads": threads or default_threads(),
-        "context": prompt_tokens + tokens + 16,
-        "gpu": gpu is not None,
-        "model": str(packed.directory),
-        "gguf": str(path) if path else None,
-    }
-
-    def weights(arm) -> float | None:
-        if arm.name != "llama.cpp" or path is None:
-            return None
-        return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2)
-
-    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say)
-    if gpu is not None:
-        return outcome, gpu_bandwidth(gpu)
-    seen = [
-        result.bytes_per_token * max(result.samples) / 1e9 for result in outcome.measured() if result.bytes_per_token
-    ]
-    return outcome, streaming_bandwidth(max(seen, default=0.0))
 
 
 @bench.command()
@@ -294,11 +204,12 @@ def reproduce(
 
     from engine.bench.archive import FORMAT_VERSION, write
     from engine.bench.compare import outcome_json
-    from engine.bench.conditions import bandwidth_json, utc_now
+    from engine.bench.conditions import utc_now
     from engine.bench.environment import environment
     from engine.errors import ArchiveError
     from engine.machine import inspect
     from flint_tui.bench_panel import quick_json
+    from flint_tui.bench_runs import run_compare, run_quick
 
     path = output or Path(f"flint-bench-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.zip")
     if path.exists():  # known before the minutes that follow
@@ -307,12 +218,13 @@ def reproduce(
     machine = environment(inspect(_note))
     engine = _open(model, backend.value, threads)
     try:
-        result, where = run_quick(engine, threading.Event())
+        with _status() as say:
+            result, where = run_quick(engine, threading.Event(), say)
     finally:
         engine.close()
     names = arms.split(",") if arms else None
     with _status() as say:
-        outcome, peak = run_compare(model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say)
+        outcome = run_compare(model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say, _note)
     command = f"flint bench reproduce --rounds {rounds} -p {prompt} -n {generate} --backend {backend.value}"
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -322,10 +234,14 @@ def reproduce(
         "command": command + (f" --arms {arms}" if arms else "") + (f" --threads {threads}" if threads else ""),
         "note": busy,
     }
-    comparison = outcome_json(outcome) | bandwidth_json(peak, None)
     write(
         path,
-        {"manifest": manifest, "environment": machine, "quick": quick_json(result, where), "compare": comparison},
+        {
+            "manifest": manifest,
+            "environment": machine,
+            "quick": quick_json(result, where),
+            "compare": outcome_json(outcome),
+        },
     )
     typer.echo(str(path))
 
@@ -341,7 +257,6 @@ def show(
     from engine.bench.compare import outcome_from_json
     from engine.bench.compare_table import comparison_markdown
     from engine.errors import ArchiveError, CheckpointError
-    from engine.hardware import Bandwidth
     from flint_tui.bench_panel import archive_lines, quick_from_json, quick_panel
 
     parts = read(archive)
@@ -360,8 +275,7 @@ def show(
             typer.echo(line)
         typer.echo()
     Console().print(quick_panel(*quick))
-    peak = quick[1].peak
-    typer.echo(comparison_markdown(outcome, Bandwidth(peak.gb_s, peak.source) if peak else None), nl=False)
+    typer.echo(comparison_markdown(outcome), nl=False)
 
 
 # --- what the commands share ------------------------------------------------------------------------------------------
@@ -373,16 +287,6 @@ def _open(model: str | None, backend: str, threads: int | None) -> Engine:
 
     with show_progress() as report:
         return open_engine(model, backend, threads, notify=_note, progress=report)
-
-
-def _gpu():
-    from engine.backends.cuda import find_gpu
-    from engine.errors import BackendError
-
-    try:
-        return find_gpu()
-    except BackendError:
-        return None
 
 
 def _note(line: str) -> None:

@@ -37,7 +37,7 @@ def archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_random_packed(models_dir() / "small" / "int4", small_config(), name="small")
     monkeypatch.setattr("engine.loading.open_engine", lambda *arguments, **named: engine)
     monkeypatch.setattr("engine.loading.streaming_bandwidth", lambda seen: Bandwidth(0.001, "measured, by nobody"))
-    monkeypatch.setattr("engine.hardware.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
+    monkeypatch.setattr("flint_tui.bench_runs.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
     monkeypatch.setattr("engine.machine.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
     monkeypatch.setattr("engine.machine._native", lambda notify: (None, "not built here", ()))
     monkeypatch.setattr("engine.bench.conditions.busy_note", lambda: None)

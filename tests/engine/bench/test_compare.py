@@ -87,7 +87,7 @@ def test_an_arm_that_fails_in_a_round_loses_its_samples_but_not_its_row() -> Non
     result = outcome(Dying({"ours": [0.04], "peer": [0.08]}))
     peer = result.results[1]
     assert (peer.state, peer.problem, peer.samples) == ("failed", "out of memory", [])
-    assert "peer: FAILED, out of memory" in comparison_markdown(result, None)
+    assert "peer: FAILED, out of memory" in comparison_markdown(result)
 
 
 def test_without_a_reference_nothing_is_compared() -> None:
@@ -106,7 +106,9 @@ def test_the_base_can_be_chosen_and_bytes_be_counted_from_outside() -> None:
 
 
 def test_the_table_has_a_line_for_everyone() -> None:
-    table = comparison_markdown(outcome(Script({"ours": [0.04], "peer": [0.08]})), Bandwidth(1.0, "by hand"))
+    result = outcome(Script({"ours": [0.04], "peer": [0.08]}))
+    result.peaks.update(cpu=Bandwidth(1.0, "by hand"), gpu=Bandwidth(4800.0, "the driver's"))
+    table = comparison_markdown(result)
     lines = table.splitlines()
     assert [cell.strip() for cell in lines[2].strip("|").split("|")] == [
         "ours", "100.00 ± 0.00", "8.0", "1.00", "x1.00", "0.10", "10%", "", "", "base",
@@ -114,8 +116,18 @@ def test_the_table_has_a_line_for_everyone() -> None:
     assert [cell.strip() for cell in lines[3].strip("|").split("|")][-3:] == ["x2.00", "2.00 to 2.00", "faster"]
     assert "absent: MISSING, it is not here" in lines
     assert "Equal bytes within 5 %: peer." in table
-    few = comparison_markdown(outcome(Script({"ours": [0.04], "peer": [0.08]}), rounds=2), None)
+    assert "MBU on the CPU against 1.0 GB/s: by hand." in lines
+    assert "GPU" not in table
+    few = comparison_markdown(outcome(Script({"ours": [0.04], "peer": [0.08]}), rounds=2))
     assert "No verdict: 2 rounds are fewer than 5." in few
+
+
+def test_an_arm_on_the_gpu_is_measured_against_the_gpus_memory() -> None:
+    answers = {"ids": RIGHT, "decode_s": 0.04, "bytes_per_token": 24e9, "device": "cuda", "gpu": True}
+    result = outcome(Script({"peer": [0.08]}, ours=answers))
+    result.peaks.update(cpu=Bandwidth(1.0, "by hand"), gpu=Bandwidth(4800.0, "the driver's"))
+    ours, peer = (line.split("|") for line in comparison_markdown(result).splitlines()[2:4])
+    assert (ours[7].strip(), peer[7].strip()) == ("50%", "5%")  # 2,400 of 4,800 GB/s; 0.05 of 1
 
 
 def test_json_keeps_every_sample_and_no_paths() -> None:
