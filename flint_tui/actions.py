@@ -82,3 +82,14 @@ FIXED_KEYS = (
     ("Move", "j, k, g, G, space", "Scroll, with the focus on the transcript"),
 )
 EXTRA_IDS = ("composer.submit", "composer.newline")
+
+_NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "enter": "Enter", "delete": "Del", "space": "Space"}
+
+
+def key_name(keys: str) -> str:
+    """ "ctrl+t,f5" as people write it: "Ctrl+T, F5"; single keys keep their case ("g" is not "G")."""
+    named = []
+    for key in (key.strip() for key in keys.split(",")):
+        parts = [_NAMES.get(part, part.capitalize()) for part in key.split("+")]
+        named.append("+".join(parts) if len(key) > 1 else key)
+    return ", ".join(named)

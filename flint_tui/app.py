@@ -16,6 +16,7 @@ from textual.app import App
 from textual.binding import BindingType
 from textual.command import Provider
 from textual.filter import LineFilter, NoColor
+from textual.message import Message
 
 from flint_tui import themes
 from flint_tui.actions import ACTIONS, APP_ACTIONS, EXTRA_IDS
@@ -43,6 +44,13 @@ def _actions() -> type[Provider]:
 class FlintApp(App[None]):
     """open_engine: runs in the engine thread; tests give one that opens a fake. sampling: the model's -> what to use.
     resume: a conversation's id or its beginning, "" for the newest; raises ConversationNotFound."""
+
+    class NotSaved(Message):
+        """A write to the store failed; posted by its thread."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
 
     TITLE = "flint"
     CSS_PATH = "flint.tcss"
@@ -79,7 +87,7 @@ class FlintApp(App[None]):
         self.shelf = shelf or LocalShelf()
         self.packing: PackJob | None = None
         self.engine_thread = EngineThread(open_engine)
-        self.store = store or ConversationStore()
+        self.store = store or ConversationStore(on_error=lambda text: self.post_message(self.NotSaved(text)))
         self.session = Session(self.store, self.engine_thread, clock)
         self.session.system = system
         if options is not None:
@@ -121,6 +129,9 @@ class FlintApp(App[None]):
         for problem in self._problems:
             self.notify(f"{problem}\n{problem.hint}", title="Settings", severity="error", markup=False)
         self.call_after_refresh(self.load_model, self._model)
+
+    def on_flint_app_not_saved(self, event: NotSaved) -> None:
+        self.notify(event.text, severity="error", markup=False)
 
     def load_model(self, model: str | None) -> None:
         self.engine_thread.load(model)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
-from flint_tui.actions import ACTIONS, Action
-from flint_tui.screens.help import key_name
+from flint_tui.actions import ACTIONS, Action, key_name
 
 if TYPE_CHECKING:
     from flint_tui.app import FlintApp

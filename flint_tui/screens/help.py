@@ -9,21 +9,11 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from flint_tui.actions import ACTIONS, FIXED_KEYS
+from flint_tui.actions import ACTIONS, FIXED_KEYS, key_name
 from flint_tui.screens.dialog import Dialog
 from flint_tui.settings import keys_path
 
 GROUPS = ("Compose", "Reply", "Conversation", "Model", "Copy", "Move", "View", "App")
-_NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "enter": "Enter", "delete": "Del", "space": "Space"}
-
-
-def key_name(keys: str) -> str:
-    """ "ctrl+t,f5" as people write it: "Ctrl+T, F5"; single keys keep their case ("g" is not "G")."""
-    named = []
-    for key in (key.strip() for key in keys.split(",")):
-        parts = [_NAMES.get(part, part.capitalize()) for part in key.split("+")]
-        named.append("+".join(parts) if len(key) > 1 else key)
-    return ", ".join(named)
 
 
 class HelpScreen(Dialog[None]):

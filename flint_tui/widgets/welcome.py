@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from textual.content import Content
 
+from flint_tui.actions import ACTIONS, key_name
 from flint_tui.live import EngineFacts
 from flint_tui.widgets.status_line import StatusLabel
+
+if TYPE_CHECKING:
+    from flint_tui.app import FlintApp
 
 _MARK = ("   ▟▙   ", "  ▟██▙  ", " ▟████▙ ", " ▜██▛▀  ")
 
 
 _TIPS = (
-    ("Ctrl+T", "single pass, speculative"),
-    ("Ctrl+O", "earlier conversations"),
-    ("Ctrl+P", "every action by name"),
+    ("toggle_mode", "single pass, speculative"),
+    ("conversations", "earlier conversations"),
+    ("command_palette", "every action by name"),
 )
 
 
@@ -34,6 +40,12 @@ class Welcome(StatusLabel):
             Content.styled("f l i n t", "bold"),
             second,
             Content(""),
-            *(Content.assemble((key, "$accent"), (f"  {what:<24}", "$muted")) for key, what in _TIPS),
+            *(Content.assemble((self._key(id), "$accent"), (f"  {what:<24}", "$muted")) for id, what in _TIPS),
         ]
         self.show(Content("\n").join(lines))
+
+    def _key(self, action: str) -> str:
+        """The key of an action, as the user has set it."""
+        app: FlintApp = self.app  # type: ignore[assignment]
+        default = next(a.key for a in ACTIONS if a.id == action)
+        return key_name(app.keys.get(action, default))

@@ -135,6 +135,29 @@ def first_paint() -> None:
     print(f"first paint from process start: median {statistics.median(times):.2f} s, worst {max(times):.2f} s")
 
 
+def leaving() -> None:
+    """Ctrl+Q to the end of the process, in states that do not look at the cancel flag."""
+    for state, options in (
+        ("idle", {}),
+        ("decoding", {"rate": 600}),
+        ("in a prefill of 600 s", {"prefill_s": 600}),
+        ("loading for 600 s", {"load_s": 600}),
+    ):
+        with app(**options) as (terminal, log):
+            terminal.wait_for(READY)
+            if state != "loading for 600 s":
+                wait_entry(log, "loaded")
+                if state != "idle":
+                    terminal.type("go\r")
+            time.sleep(1.5)
+            pressed = terminal.type("\x11")
+            terminal.wait()
+            took = time.monotonic() - pressed
+            print(
+                f"leaving while {state}: {took * 1e3:.0f} ms, terminal {'restored' if terminal.restored else 'BROKEN'}"
+            )
+
+
 def idle_cpu() -> None:
     with app(tokens=400) as (terminal, log):
         terminal.wait_for(READY)
@@ -194,7 +217,7 @@ def long_reply() -> None:
             print(f"30,000 tokens at 1,000 tok/s, {name}: {steps} of a core (each 5 s)")
 
 
-ALL = (throughput, escape_latency, key_echo, first_paint, idle_cpu, long_conversations, long_reply)
+ALL = (throughput, escape_latency, key_echo, first_paint, leaving, idle_cpu, long_conversations, long_reply)
 
 
 def main() -> None:

@@ -12,13 +12,13 @@ from textual.widgets import Input, OptionList, TextArea
 
 from engine.errors import Cancelled, DiskFull
 from engine.progress import Progress
-from flint_tui.actions import ACTIONS
+from flint_tui.actions import ACTIONS, key_name
 from flint_tui.app import FlintApp
 from flint_tui.bench_quick import BenchStore
 from flint_tui.model_shelf import Model
 from flint_tui.screens.bench import BenchScreen
 from flint_tui.screens.conversations import ConversationsScreen
-from flint_tui.screens.help import HelpScreen, key_name
+from flint_tui.screens.help import HelpScreen
 from flint_tui.screens.log import LogScreen
 from flint_tui.screens.models import ModelsScreen
 from flint_tui.screens.sampling import SamplingScreen

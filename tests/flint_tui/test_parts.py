@@ -137,6 +137,21 @@ async def test_keys_can_be_changed_and_problems_are_shown() -> None:
         await wait(pilot, lambda: len(engine.asked) == 1)
 
 
+async def test_a_conversation_that_cannot_be_saved_is_told_and_the_chat_goes_on() -> None:
+    from tests.flint_tui.driving import ask
+
+    async with running() as (app, pilot, _):
+        await ask(pilot, "a")
+        app.store.flush()
+        assert app.session.conversation is not None
+        app.store.delete(app.session.conversation.id)  # as another instance might
+        await ask(pilot, "b")
+        app.store.flush()
+        await wait(pilot, lambda: any("could not be saved" in n.message for n in app._notifications))
+        await ask(pilot, "c")
+        assert len(app.session.messages) == 6
+
+
 async def test_the_theme_is_switched_by_key_and_kept() -> None:
     async with running() as (app, pilot, _):
         await pilot.press("f12")
