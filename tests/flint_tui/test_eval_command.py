@@ -10,6 +10,7 @@ import pytest
 from engine.paths import models_dir
 from tests.fake_backend import FakeBackend
 from tests.flint_tui.command_line import flint
+from tests.hf_folder import write_hf_folder
 from tests.synthetic import small_config, write_random_packed
 
 
@@ -53,6 +54,21 @@ def test_divergence_of_several_packings_from_one(models: Path) -> None:
     assert "(reference)" in lines[2]
     assert len(lines[:5]) == 5
     assert "each scored once; window 32, stride 16" in lines[-1]
+
+
+def test_the_default_reference_is_the_checkpoint_as_bf16(models: Path, tmp_path: Path) -> None:
+    folder = write_hf_folder(tmp_path / "Some-Model")
+    packed = flint("pack", str(folder), "--bits", "8")
+    assert packed.code == 0, packed.stderr
+    name = Path(packed.stdout.strip()).parent.name
+    result = flint("eval", "kld", name, "-f", str(models), *SMALL, "-n", "20", "--json")
+    assert result.code == 0, result.stderr
+    out = json.loads(result.stdout)
+    assert out["reference"] == f"{name}-bf16/bf16"
+    (row,) = out["tested"]
+    assert row["variant"].startswith("int8")
+    assert 0 < row["kl_mean"] < 0.01  # 8 bits cost little
+    assert out["reference_bytes"] > row["bytes"]
 
 
 def test_a_backend_that_is_not_the_one_under_test_gives_no_figure(
