@@ -6,6 +6,7 @@ drafter.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from engine.packed import PackedModel
 from engine.paths import cache_dir
 from engine.progress import Report, silent
 from engine.sampling import Sampling
+from engine.tensors import tensor_shapes
 from engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -247,7 +249,7 @@ def open_backend(
     if name == "cpu":
         return _open_cpu(model, threads, context, notify)
     if name == "torch":
-        return _open_torch(model, threads, context)
+        return _open_torch(model, threads, context, notify)
     if _gpu() is not None:
         try:
             return _open_cuda(model, context, notify)
@@ -259,7 +261,7 @@ def open_backend(
         raise
     except BackendError as failure:
         notify(f"torch instead of the native decoder, several times slower: {failure}")
-        return _open_torch(model, threads, context)
+        return _open_packed_torch(model, threads, context)
 
 
 def _gpu() -> Gpu | None:
@@ -290,14 +292,29 @@ def _open_cpu(model: PackedModel, threads: int | None, context: int | None, noti
         ) from None
 
 
-def _open_torch(model: PackedModel, threads: int | None, context: int | None) -> Backend:
+def _open_torch(model: PackedModel, threads: int | None, context: int | None, notify: Notify) -> Backend:
     import torch
 
     from engine.backends.torch_reference import TorchReference
     from kernels.cpu.threads import default_threads
 
     torch.set_num_threads(threads or default_threads())
-    return TorchReference.from_packed(model, context_size=context)
+    dtype, memory = torch.float32, physical_memory()
+    needed = 4 * sum(math.prod(shape) for shape in tensor_shapes(model.config).values())
+    if memory is not None and needed > MEMORY_SHARE * memory:
+        dtype = torch.bfloat16
+        notify(f"torch in bfloat16: in float32 the weights would take {human_bytes(needed)}")
+    return TorchReference.from_packed(model, context_size=context, dtype=dtype)
+
+
+def _open_packed_torch(model: PackedModel, threads: int | None, context: int | None) -> Backend:
+    import torch
+
+    from engine.backends.cpu_torch import CpuTorch
+    from kernels.cpu.threads import default_threads
+
+    torch.set_num_threads(threads or default_threads())
+    return CpuTorch.open(model, context_size=context)
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------

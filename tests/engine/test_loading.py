@@ -196,6 +196,14 @@ def test_out_of_memory_is_not_answered_with_a_backend_that_takes_more(model, mon
         open_backend(model)
 
 
+def test_torch_holds_bfloat16_where_float32_does_not_fit(model, monkeypatch):
+    lines: list[str] = []
+    assert "float32" in open_backend(model, "torch", 1, notify=lines.append).description
+    monkeypatch.setattr(loading, "physical_memory", lambda: 400_000)
+    assert "bfloat16" in open_backend(model, "torch", 1, notify=lines.append).description
+    assert lines == ["torch in bfloat16: in float32 the weights would take 378 kB"]
+
+
 def test_a_missing_native_library_is_a_line_with_a_way_out(model, monkeypatch):
     from kernels.native import LibraryMissing
 

@@ -24,6 +24,7 @@ from engine.hardware import Bandwidth
 from engine.loading import Engine
 from engine.packed import PackedModel
 from engine.paths import models_dir
+from engine.sampling import Sampling
 from engine.tokenizer import Tokenizer
 from flint_tui import one_shot
 from flint_tui.cli import app
@@ -178,6 +179,38 @@ def test_no_prompt_is_a_usage_error(prompt, scripted):
     scripted("never")
     with pytest.raises(UsageError, match="There is no prompt"):
         one_shot.answer(ChatOptions(prompt=prompt))
+
+
+def test_what_counts_as_piped(tmp_path, monkeypatch):
+    """A file or a pipe is read to its end; a terminal, /dev/null and a closed stdin hold no prompt."""
+
+    def piped(file: Any) -> str:
+        monkeypatch.setattr(sys, "stdin", file)
+        return one_shot._piped()
+
+    (tmp_path / "text").write_bytes(b"caf\xc3\xa9 \xff")
+    with open(tmp_path / "text") as file:
+        assert piped(file) == "café \ufffd"
+    reading, writing = os.pipe()
+    os.write(writing, b"from a pipe")
+    os.close(writing)
+    with open(reading) as file:
+        assert piped(file) == "from a pipe"
+    with open(os.devnull) as file:
+        assert piped(file) == ""
+    assert piped(file) == ""  # closed
+    assert piped(None) == ""
+    monkeypatch.setattr(one_shot, "MAX_INPUT_BYTES", 4)
+    with open(tmp_path / "text") as file, pytest.raises(UsageError, match="Standard input is longer"):
+        piped(file)
+
+
+def test_sampling_is_the_model_s_own_but_for_what_was_asked():
+    default = Sampling(temperature=0.2, top_p=0.9, seed=5)
+    asked = ChatOptions(temperature=0.7, min_p=0.05, seed=1).sampling(default)
+    assert asked == Sampling(temperature=0.7, top_p=0.9, min_p=0.05, seed=1)
+    seeds = {ChatOptions().sampling(default).seed for _ in range(3)}
+    assert len(seeds) == 3  # without a seed, another reply every time
 
 
 def test_the_system_prompt_comes_first(scripted):
