@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from engine.errors import DiskFull, FlintError
 
 MARGIN_BYTES = 32 << 20  # file system overhead, manifests, tokenizers
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EIO)
 
 
 def require_room(needs: Iterable[tuple[Path, int]], what: str) -> None:
@@ -34,7 +34,11 @@ def require_room(needs: Iterable[tuple[Path, int]], what: str) -> None:
 
 @contextmanager
 def disk_errors(folder: Path, what: str) -> Iterator[None]:
-    """Turn the operating system's complaints about `folder` into one line and what to do."""
+    """Turn the operating system's complaints about `folder` into one line and what to do.
+
+    what: what was going on, for instance "smollm2 was being packed". Raises DiskFull, or FlintError where the folder
+    cannot be made or written; any other OSError passes.
+    """
     try:
         yield
     except OSError as error:
@@ -44,13 +48,20 @@ def disk_errors(folder: Path, what: str) -> Iterator[None]:
                 f"The disk filled up while {what} ({free} free in {folder})",
                 "free some space and run it again; what was packed before is intact",
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        # A missing file is somebody's mistake; a folder that cannot be made (below /proc, say) is the user's setting.
+        unmade = error.errno == errno.ENOENT and _leads_to(folder, error.filename)
+        if error.errno in UNWRITABLE or unmade:
             where = error.filename or folder
             raise FlintError(
-                f"Cannot write {where}: {os.strerror(error.errno)}",
+                f"Cannot write {where}: {error.strerror}",
                 "set FLINT_CACHE_DIR (downloads: HF_HOME) to a folder you may write",
             ) from error
         raise
+
+
+def _leads_to(folder: Path, path: str | None) -> bool:
+    """Whether `path` is the folder or one above it."""
+    return path is not None and Path(path) in (folder, *folder.parents)
 
 
 def existing_parent(folder: Path) -> Path:

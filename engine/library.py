@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 REMOVING_PREFIX = ".removing-"
+LEFTOVERS = ".*.partial-*"  # of packed_writer.PackedWriter
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def clear_leftovers(held: str) -> None:
         lock = contextlib.nullcontext() if folder.name == held else FileLock(lock_path(folder.name), timeout=0)
         with contextlib.suppress(Timeout, OSError), lock:
             _restore(folder)
-            for pattern in (".*.partial-*", f"{REMOVING_PREFIX}*"):
+            for pattern in (LEFTOVERS, f"{REMOVING_PREFIX}*"):
                 for leftover in folder.glob(pattern):
                     shutil.rmtree(leftover, ignore_errors=True)
 

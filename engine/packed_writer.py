@@ -1,19 +1,19 @@
 """Writes a packed model: streaming, tensor by tensor, and all or nothing.
 
 Everything goes to a temporary directory beside the target, is fsynced, and is renamed into place by `commit`. A writer
-that dies before that leaves nothing that loads and does not touch what was there.
+that dies before that leaves nothing that loads and does not touch what was there; what it leaves,
+`engine.library.clear_leftovers` removes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import errno
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,8 @@ from typing import BinaryIO
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.errors import CheckpointError, DiskFull
+from engine.disk import disk_errors
+from engine.errors import CheckpointError
 from engine.manifest import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
@@ -80,12 +81,12 @@ class PackedWriter:
         return len(self._head) + sum(sizes)
 
     def __enter__(self) -> PackedWriter:
-        with _disk_errors(self.directory):
+        with self._disk_errors():
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             restore_interrupted(self.directory)
-            _remove_stale(self.directory)
-            prefix = f".{self.directory.name}.partial-{os.getpid()}-"
-            self._temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=self.directory.parent))
+            self._temporary = Path(
+                tempfile.mkdtemp(prefix=f".{self.directory.name}.partial-", dir=self.directory.parent)
+            )
             self._weights = (self._temporary / WEIGHTS_NAME).open("wb", buffering=0)
             self._write(memoryview(self._head))
         return self
@@ -121,7 +122,7 @@ class PackedWriter:
         """Another file of the directory, such as tokenizer.json."""
         check_file_name(name, "packed model")
         assert self._temporary is not None, "use the writer as a context manager"
-        with _disk_errors(self.directory), (self._temporary / name).open("wb") as file:
+        with self._disk_errors(), (self._temporary / name).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -133,7 +134,7 @@ class PackedWriter:
             raise ValueError(f"{self._left[-1]} was never added")
         assert self._temporary is not None, "use the writer as a context manager"
         assert self._weights is not None
-        with _disk_errors(self.directory):
+        with self._disk_errors():
             os.fsync(self._weights.fileno())
             self._weights.close()
             self._files[WEIGHTS_NAME] = FileRecord(self._written, self._digest.hexdigest())
@@ -167,6 +168,9 @@ class PackedWriter:
             tensors |= self.storage[name].parts(name, *shape) if len(shape) == 2 else {name: ("F32", shape)}
         return tensors
 
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(self.directory, f"{self.directory} was being written")
+
     def _next(self, name: str) -> tuple[int, ...]:
         if not self._left or self._left[-1] != name:
             raise ValueError(f"{name} added out of order; next is {self._left[-1] if self._left else 'nothing'}")
@@ -176,7 +180,7 @@ class PackedWriter:
     def _append(self, part: str, dtype: str, shape: tuple[int, ...], array: np.ndarray) -> None:
         if array.dtype != DTYPES[dtype] or array.shape != shape:
             raise ValueError(f"{part}: {array.dtype} {array.shape}, expected {dtype} {shape}")
-        with _disk_errors(self.directory):
+        with self._disk_errors():
             self._write(np.ascontiguousarray(array).data.cast("B"))
 
     def _write(self, data: memoryview) -> None:
@@ -218,39 +222,6 @@ def _replace(new: Path, target: Path) -> None:
 
 def _previous(directory: Path) -> Path:
     return directory.parent / f".{directory.name}.previous"
-
-
-def _remove_stale(directory: Path) -> None:
-    """Remove what killed writers of this directory left behind."""
-    prefix = f".{directory.name}.partial-"
-    for path in directory.parent.glob(f"{prefix}*"):
-        pid = path.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdigit() and not _running(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _running(pid: int) -> bool:
-    if os.name == "nt":
-        return True  # os.kill(pid, 0) would end the process there
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
-
-
-@contextlib.contextmanager
-def _disk_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(
-                f"no space left while writing {directory}", hint="free some room or set FLINT_CACHE_DIR to another disk"
-            ) from None
-        raise CheckpointError(f"{directory}: cannot be written ({error.strerror})") from None
 
 
 def _fsync_directory(directory: Path) -> None:

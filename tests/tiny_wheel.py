@@ -52,7 +52,7 @@ def serve_index(folder: Path, cuts: int = 0, starts: list[int] | None = None) ->
     each download of the wheel began at.
     """
     content = (folder / FILE_NAME).read_bytes()
-    starts = [] if starts is None else starts
+    begun: list[int] = [] if starts is None else starts
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -62,11 +62,11 @@ def serve_index(folder: Path, cuts: int = 0, starts: list[int] | None = None) ->
                 return
             asked = self.headers.get("Range", "bytes=0-")
             start = int(asked.removeprefix("bytes=").partition("-")[0])
-            starts.append(start)
+            begun.append(start)
             headers = {"Content-Type": "application/zip", "Accept-Ranges": "bytes", "ETag": '"one"'}
             if start:
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-            self._send(206 if start else 200, content[start:], headers, cut=len(starts) <= cuts)
+            self._send(206 if start else 200, content[start:], headers, cut=len(begun) <= cuts)
 
         def _send(self, status: int, body: bytes, headers: dict[str, str], cut: bool = False) -> None:
             self.send_response(status)

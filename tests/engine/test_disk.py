@@ -55,6 +55,23 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "FLINT_CACHE_DIR" in failure.value.hint
 
 
+def test_a_folder_that_cannot_be_made_is_one_line() -> None:
+    folder = Path("/proc/flint/models")
+    if not Path("/proc/self").exists():
+        pytest.skip("no /proc here")
+    with pytest.raises(FlintError, match=r"^Cannot write /proc/flint: ") as failure, disk_errors(folder, "x"):
+        folder.mkdir(parents=True)
+    assert "FLINT_CACHE_DIR" in failure.value.hint
+
+
+def test_a_failing_disk_is_one_line(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FlintError, match=f"Cannot write {tmp_path}: {os.strerror(errno.EIO)}"),
+        disk_errors(tmp_path, "x"),
+    ):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_other_failures_pass_through(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), disk_errors(tmp_path, "x"):
-        raise FileNotFoundError(errno.ENOENT, "gone")
+        raise FileNotFoundError(errno.ENOENT, "gone", str(tmp_path / "weights"))
