@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,24 @@ def test_bad_options_are_usage_errors(engine) -> None:
     result = flint("bench", "decode", "-n", "many")
     assert (result.code, result.error[:11]) == (2, "-n 'many' i")
     assert flint("bench", "decode", "-d", "100000").code == 2
+
+
+def test_the_commands_of_the_documentation_exist() -> None:
+    """Every `flint bench` and `flint eval` line of docs/benchmarking.md names commands and options that are there."""
+    text = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text(encoding="utf-8")
+    lines = [line.split("#")[0].split() for line in text.splitlines() if line.startswith("    flint ")]
+    lines = [words for words in lines if words[1] in ("bench", "eval")]
+    assert len(lines) >= 6
+    for _, group, command, *rest in lines:
+        result = flint(group, command, "--help")
+        assert result.code == 0
+        for option in (word for word in rest if word.startswith("-")):
+            assert option in result.stdout.split(), (group, command, option)
+
+
+def test_the_paths_of_the_documentation_exist() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "benchmarking.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:engine|assets|tests)/[^`]+)`", text)
+    assert paths
+    assert all((root / path).is_file() for path in paths), paths
