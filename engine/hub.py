@@ -26,6 +26,7 @@ from engine.locking import locked
 from engine.progress import Progress, Report, check_cancelled, silent
 
 CHUNK_BYTES = 1 << 20
+CHANGED_HINT = "try again; if it persists, the mirror in HF_ENDPOINT or a proxy changes files"
 ATTEMPTS = 5  # in a row without a single new byte
 TEXT_FILES = (
     "config.json",
@@ -252,7 +253,9 @@ def _append(url: str, file: RemoteFile, part: Path, meter: _Meter) -> str:
             for chunk in response.iter_bytes():  # as they arrive: a larger chunk would be lost in a cut
                 start += len(chunk)
                 if start > file.size:
-                    raise _wrong_digest(file.name, file)
+                    raise FetchError(
+                        f"{file.name} is longer than the {file.size} bytes that the hub announces", CHANGED_HINT
+                    )
                 out.write(chunk)
                 digest.update(chunk)
                 meter("download", file.name, start)
@@ -318,7 +321,7 @@ def _digest(path: Path, file: RemoteFile, meter: _Meter | None = None) -> str:
 def _wrong_digest(repo: str, file: RemoteFile) -> FetchError:
     return FetchError(
         f"{repo}: {file.name} arrived with another digest than the hub announces; it was deleted",
-        "try again; if it persists, the mirror in HF_ENDPOINT or a proxy changes files",
+        CHANGED_HINT,
     )
 
 

@@ -3,7 +3,10 @@
     <models_dir>/<name>/<variant>/     variant, e.g. "int4-g32", "int4-g128", "int8-g128", "bf16"
         manifest.json                  format version, ModelConfig, quantisation, source, licence, sha256 of every file
         weights.safetensors            the tensors below, memory-mapped
-        tokenizer.json  chat_template.jinja   (optional: drafter.safetensors)
+        tokenizer.json
+        chat_template.jinja            optional
+        request.json                   optional: the options that `flint pack` was given
+        drafter.safetensors            optional, not in the manifest
 
 Tensor names (i is the layer): embed, layers.i.attn_norm, layers.i.q, .k, .v, .q_norm, .k_norm, .o, .mlp_norm, .gate,
 .up, .down, final_norm, and head where the embedding is not tied. Rows of q and k are in half-split (NEOX) RoPE
