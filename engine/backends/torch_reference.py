@@ -72,7 +72,7 @@ class TorchReference:
     """One model in torch. Rows of a step differ from the same tokens fed one at a time by rounding only."""
 
     name = "torch"
-    # A float32 pass over 135M weights on two Zen 3 cores, in units of M = 1: see `width` in tests/engine.
+    # Chosen, not measured: as in the native decoder, whose passes up to this width read the weights once.
     verify_width = 8
 
     def __init__(
