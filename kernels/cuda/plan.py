@@ -343,7 +343,9 @@ def make_plan(
     small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 4096
     room = shared_limit - SHARED_RESERVE - arena - small
     stages = min(tuning.get("STAGES", 32), room // (stage + 16))
-    if stages < 3:
+    # A round of the warps must fit the ring (gemv.cuh), and loads need a stage to run ahead.
+    fewest = max(3, *(warps // phase.units_per_stage(wanted, warps) for phase in phases.values()))
+    if stages < fewest:
         raise Unsupported(f"{shared_limit} bytes of shared memory are too few for this model")
 
     def f(value: float) -> str:
