@@ -155,7 +155,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _piped() -> str:
-    """Standard input where it is a pipe, a socket or a file; a terminal or /dev/null has nothing to say."""
+    """Standard input to its end where it is a pipe, a socket or a file; a terminal or /dev/null has nothing to say."""
     if sys.stdin is None or sys.stdin.closed:
         return ""
     try:
@@ -279,7 +279,7 @@ def _drafter_name(engine: Engine, options: ChatOptions) -> str | None:
 
 
 def _report(engine: Engine, options: ChatOptions, reply: _Reply) -> None:
-    """The line of figures on stderr."""
+    """Statistics, one line on stderr: by default where that is a terminal; --stats and --no-stats decide otherwise."""
     if sys.stderr is None or not (sys.stderr.isatty() if options.stats is None else options.stats):
         return
     print("; ".join(_statistics(engine, reply)), file=sys.stderr)

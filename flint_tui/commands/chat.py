@@ -1,6 +1,7 @@
 """`flint chat`: the full-screen app, or one answer on stdout where there is a prompt or no terminal.
 
-stdout carries the answer alone (or one JSON object), stderr everything else.
+stdout carries the answer alone (or one JSON object), stderr everything else: notes, progress, and statistics, which are
+printed where stderr is a terminal unless --no-stats, and elsewhere only with --stats.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def chat(
     prompt: Annotated[
         str | None,
         typer.Option(
-            "--prompt", "-p", metavar="TEXT", help="Answer this on stdout, without a screen. Piped input follows it."
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="Answer this on stdout, without a screen. Piped input follows it, and is read to its end first.",
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
@@ -86,10 +90,13 @@ def chat(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the answer.")] = False,
     stats: Annotated[
-        bool | None, typer.Option("--stats/--no-stats", help="The line of figures on stderr. On a terminal, yes.")
+        bool | None,
+        typer.Option(
+            "--stats/--no-stats", help="Statistics of a -p answer on stderr. Default: only where stderr is a terminal."
+        ),
     ] = None,
 ) -> None:
-    """Chat with a model: full screen, or one answer with -p, --json or piped input."""
+    """Chat with a model: full screen, or one answer with -p, --json or piped input (which is read to its end first)."""
     from flint_tui.options import ChatOptions
 
     options = ChatOptions(
