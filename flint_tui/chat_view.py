@@ -80,6 +80,11 @@ class ChatView(Screen[None]):
         self.show_state()
         self.composer.focus()
 
+    def on_resize(self) -> None:
+        # What is shown depends on the width: a line or panels, a bar or numbers.
+        self.call_after_refresh(self.show_figures)
+        self.call_after_refresh(self.show_queue)
+
     # -- what the engine thread says
 
     def watch_engine(self) -> None:

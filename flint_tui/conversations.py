@@ -91,7 +91,7 @@ _Write = Callable[[sqlite3.Connection], object]
 class ConversationStore:
     """The saved conversations. Methods that change something return at once; `flush` waits for the disk."""
 
-    def __init__(self, path: Path | None = None, on_error: Callable[[str], None] | None = None) -> None:
+    def __init__(self, path: Path | None = None, on_error: Callable[[str], object] | None = None) -> None:
         self.path = path if path is not None else data_dir() / "conversations.db"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._on_error = on_error or (lambda message: None)

@@ -42,18 +42,12 @@ class ModeToggle(StatusLabel):
     def show_mode(self, mode: Mode, pending: bool) -> None:
         """pending: a reply of the other mode is still running."""
         on = "bold $accent" if mode == "speculative" else "bold $single"
+        diamond = ("◆" if mode == "speculative" else "◇", on)
+        if pending:
+            self.show(Content.assemble(("next ", "$muted"), diamond, " ", (mode, on)))
+            return
         single, speculative = (on, "$muted") if mode == "single" else ("$muted", on)
-        diamond = "◆" if mode == "speculative" else "◇"
-        self.show(
-            Content.assemble(
-                ("single", single),
-                " ",
-                (diamond, on),
-                " ",
-                ("speculative", speculative),
-                (" next", "$muted") if pending else "",
-            )
-        )
+        self.show(Content.assemble(("single", single), " ", diamond, " ", ("speculative", speculative)))
 
     def on_click(self) -> None:
         self.post_message(self.Toggled())

@@ -303,3 +303,16 @@ def test_a_document_grows_like_it_parses_at_once() -> None:
         document.height(40)
     document.close()
     assert document.lines(40) == Document(source).lines(40)
+
+
+async def test_going_narrow_turns_the_panels_into_a_line() -> None:
+    async with running(size=(120, 36)) as (app, pilot, _):
+        await ask(pilot, "a")
+        assert "MEMORY BANDWIDTH" in screen_text(app)
+        await pilot.resize_terminal(60, 20)
+        await wait(pilot, lambda: "67% MBU" in screen_text(app))
+        assert "MEMORY BANDWIDTH" not in screen_text(app)
+        assert "/ 2,048" in screen_text(app).splitlines()[0]
+        await pilot.resize_terminal(120, 36)
+        await wait(pilot, lambda: "MEMORY BANDWIDTH" in screen_text(app))
+        assert "context ─" in screen_text(app).splitlines()[0]
