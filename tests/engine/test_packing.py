@@ -28,7 +28,7 @@ from engine.paths import cache_dir, models_dir
 from engine.progress import Progress
 from engine.quantize import dequantize
 from tests.gguf_files import write_gguf
-from tests.hf_folder import write_hf_folder
+from tests.hugging_face_folders import write_hf_folder
 from tests.synthetic import CHAT_TEMPLATE, small_config
 from tests.tiny_wheel import pip_environment, serve_index, write_wheel
 

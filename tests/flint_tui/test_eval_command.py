@@ -10,7 +10,7 @@ import pytest
 from engine.paths import models_dir
 from tests.fake_backend import FakeBackend
 from tests.flint_tui.command_line import flint
-from tests.hf_folder import write_hf_folder
+from tests.hugging_face_folders import write_hf_folder
 from tests.synthetic import small_config, write_random_packed
 
 

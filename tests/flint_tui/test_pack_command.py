@@ -18,7 +18,7 @@ from engine.packed import PackedModel
 from engine.paths import models_dir
 from tests.fake_hub import COMMIT, FakeHub
 from tests.flint_tui.command_line import flint, flint_process
-from tests.hf_folder import write_hf_folder
+from tests.hugging_face_folders import write_hf_folder
 
 REPO = "someone/Some-Model"
 
