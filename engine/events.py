@@ -107,12 +107,6 @@ class Usage:
         """1 + accepted draft tokens / verify steps; None when no draft was verified."""
         return 1 + self.accepted / self.verify_steps if self.verify_steps else None
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        """Over all decode steps, those without a draft included."""
-        tokens = self.completion_tokens - 1
-        return tokens / self.decode_steps if self.decode_steps else None
-
 
 @dataclass(frozen=True)
 class Finished:

@@ -74,12 +74,6 @@ class PackedWriter:
         self._weights: BinaryIO | None = None
         self._temporary: Path | None = None
 
-    @property
-    def weights_bytes(self) -> int:
-        """Size that weights.safetensors will have."""
-        sizes = (int(np.prod(shape)) * DTYPES[dtype].itemsize for dtype, shape in self._tensors.values())
-        return len(self._head) + sum(sizes)
-
     def __enter__(self) -> PackedWriter:
         with self._disk_errors():
             self.directory.parent.mkdir(parents=True, exist_ok=True)

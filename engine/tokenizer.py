@@ -63,17 +63,6 @@ class Tokenizer:
         """The tokenizer of a packed model."""
         return cls.from_file(model.tokenizer_path)
 
-    @property
-    def prefix_ids(self) -> list[int]:
-        """What the model's own tokenizer puts before a bare text (for llama: the begin-of-text id); often empty."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        count = next((i for i, special in enumerate(encoding.special_tokens_mask) if not special), 0)
-        return encoding.ids[:count]
-
-    def id_of(self, token: str) -> int | None:
-        """The id of one token by its text in the vocabulary."""
-        return self._tokenizer.token_to_id(token)
-
     def token(self, id: int) -> str:
         """The token's text in the vocabulary; special tokens read as they are written in templates. "" if unknown."""
         return (self._tokenizer.id_to_token(id) or "") if 0 <= id < self.token_count else ""

@@ -124,7 +124,7 @@ def test_bytes_follow_the_ledger_and_the_whole_loop_s_clock_counts(tokenizer):
     assert usage.decode_bytes == sum(1000 + (40 + i + 1) + 1 for i in range(30))
     assert usage.decode_s == pytest.approx(30 * FakeLoopBackend.step_seconds)
     assert usage.decode_tok_s == pytest.approx(1 / FakeLoopBackend.step_seconds)
-    assert usage.tokens_per_step == 1
+    assert usage.decode_steps == usage.completion_tokens - 1
     assert usage.acceptance_length is None
 
 
