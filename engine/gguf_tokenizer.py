@@ -62,10 +62,18 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
         vocabulary.mark_added(tokenizer)
     except (CheckpointError, UnsupportedModel):
         raise
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:
+        if not from_the_library(error):
+            raise
         raise CheckpointError(f"the GGUF tokenizer is malformed: {' '.join(str(error).split())}") from None
     _add_bos(tokenizer, metadata, vocabulary)
     return tokenizer
+
+
+def from_the_library(error: BaseException) -> bool:
+    """Whether an error tells of bad data: tokenizers raises bare Exception, and where its Rust code panics on what it
+    did not expect, a PanicException that is only a BaseException."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class _Vocabulary:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, UnsupportedModel, UsageError
+from engine.gguf_tokenizer import from_the_library
 
 if TYPE_CHECKING:
     import tokenizers
@@ -55,7 +56,9 @@ class Tokenizer:
             return cls(LibraryTokenizer.from_file(str(path)))
         except (CheckpointError, UnsupportedModel):
             raise
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:
+            if not from_the_library(error):
+                raise
             raise CheckpointError(f"{path} is not a readable tokenizer: {_one_line(error)}") from None
 
     @classmethod
