@@ -169,7 +169,7 @@ class FlintApp(App[None]):
         """The user's own keys: action id -> keys."""
         return dict(self._keymap)
 
-    async def perform(self, action: str) -> None:
+    async def action_perform(self, action: str) -> None:
         """Run an action of ACTIONS by its id."""
         namespace = self if any(a.id == action for a in APP_ACTIONS) else self.chat
         await self.run_action(action, namespace)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from engine.events import Finished, Note, Prefilled, PrefillProgress, Tokens
+from flint_tui.actions import ACTIONS
 from flint_tui.decode_thread import JobDone, Loaded, LoadFailed, Loading, ReplyEvent
 from flint_tui.live import EngineFacts, merge
 from flint_tui.session import Session, footer_of
@@ -19,6 +19,7 @@ from flint_tui.text.document import Document
 from flint_tui.text.safety import printable
 from flint_tui.widgets.composer import Composer
 from flint_tui.widgets.entry import Entry
+from flint_tui.widgets.key_line import KeyLine
 from flint_tui.widgets.live_strip import LiveStrip
 from flint_tui.widgets.queue_line import QueueLine
 from flint_tui.widgets.sidebar import Sidebar
@@ -62,7 +63,7 @@ class ChatView(Screen[None]):
                 yield QueueLine(id="queue")
                 yield Composer(id="composer", placeholder="Ask anything. Enter sends, Ctrl+J starts a new line.")
             yield Sidebar(id="sidebar")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine(id="keys")
 
     def on_mount(self) -> None:
         self.transcript = self.query_one(Transcript)
@@ -76,6 +77,9 @@ class ChatView(Screen[None]):
         self.composer.set_history(self.session.store.prompts())
         self.set_class(not self.app.settings.panels, "-no-panels")
         self.drain_timer = self.set_interval(DRAIN_S, self.drain, pause=True)
+        keys = self.app.keys
+        shown = [(keys.get(a.id, a.key), a.short, f"app.perform('{a.id}')") for a in ACTIONS if a.short]
+        self.query_one(KeyLine).show_keys(shown)
         self.show_conversation()
         self.show_state()
         self.composer.focus()

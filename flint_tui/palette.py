@@ -20,7 +20,7 @@ class ActionProvider(Provider):
         app: FlintApp = self.app  # type: ignore[assignment]
         keys = app.keys
         return [
-            (action, key_name(keys.get(action.id, action.key)), lambda id=action.id: app.perform(id))
+            (action, key_name(keys.get(action.id, action.key)), lambda id=action.id: app.action_perform(id))
             for action in ACTIONS
             if action.id != "command_palette"
         ]

@@ -13,18 +13,26 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from flint_tui.bench_quick import BenchProgress, BenchResult, BenchRow, BenchStore, export_text, quick_bench
 from flint_tui.decode_thread import JobDone
 from flint_tui.screens.ask import AskLine
 from flint_tui.widgets.glyphs import DASH, bar, line_bar, number, seconds, size
+from flint_tui.widgets.key_line import KeyLine
 
 if TYPE_CHECKING:
     from flint_tui.app import FlintApp
 
 REFRESH_S = 1 / 8
 BAR_WIDTH = 30
+KEYS = (
+    ("r", "run", "screen.start"),
+    ("escape", "stop, then close", "screen.leave"),
+    ("e", "export", "screen.export"),
+    ("left", "older", "screen.older(1)"),
+    ("right", "newer", "screen.older(-1)"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,11 @@ class BenchScreen(Screen[None]):
     """Runs `runner` in the engine thread: no reply can be decoded meanwhile."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("r", "start", "run"),
-        Binding("escape", "leave", "stop, then close"),
-        Binding("e", "export", "export"),
-        Binding("left,h", "older(1)", "older"),
-        Binding("right,l", "older(-1)", "newer"),
+        Binding("r", "start", "Run", show=False),
+        Binding("escape", "leave", "Stop, then close", show=False),
+        Binding("e", "export", "Export", show=False),
+        Binding("left,h", "older(1)", "Older result", show=False),
+        Binding("right,l", "older(-1)", "Newer result", show=False),
     ]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
     app: FlintApp  # type: ignore[assignment]
@@ -67,9 +75,10 @@ class BenchScreen(Screen[None]):
             from flint_tui.widgets.roof_plot import RoofPlot
 
             yield RoofPlot(id="roof")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyLine(id="keys")
 
     def on_mount(self) -> None:
+        self.query_one(KeyLine).show_keys(KEYS)
         self.results = self.store.all()
         self.timer = self.set_interval(REFRESH_S, self.look, pause=True)
         self.show()

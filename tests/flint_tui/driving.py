@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from flint_tui.app import FlintApp
 from tests.flint_tui.fake_engine import FakeEngine
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0  # only a failure takes so long
 
 
 async def wait(pilot: Pilot, condition: Callable[[], Any], what: str = "") -> None:

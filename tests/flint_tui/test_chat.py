@@ -316,3 +316,10 @@ async def test_going_narrow_turns_the_panels_into_a_line() -> None:
         await pilot.resize_terminal(120, 36)
         await wait(pilot, lambda: "MEMORY BANDWIDTH" in screen_text(app))
         assert "context ─" in screen_text(app).splitlines()[0]
+
+
+async def test_a_click_on_the_key_line_does_what_the_key_does() -> None:
+    async with running() as (app, pilot, _):
+        line = screen_text(app).splitlines()[-1]
+        await pilot.click("#keys", offset=(line.index("^t") + 1, 0))
+        await wait(pilot, lambda: app.session.options.mode == "speculative")
