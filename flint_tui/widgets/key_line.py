@@ -23,6 +23,10 @@ def short_key(key: str) -> str:
 
 
 class KeyLine(StatusLabel):
+    def __init__(self, id: str) -> None:
+        super().__init__(id)
+        self.auto_links = False  # keys are no links: they keep their colours
+
     def show_keys(self, keys: Iterable[tuple[str, str, str]]) -> None:
         """keys: (key, word, Textual action that a click runs)."""
         parts = []

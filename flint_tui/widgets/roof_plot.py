@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,9 +43,20 @@ class RoofPlot(PlotextPlot):
             )
             for point, colour in zip(points, colours, strict=False):
                 plot.scatter([point.bytes_per_token / 1e6], [point.tok_s], label=point.label, marker="●", color=colour)
+            for put, values in (
+                (plot.xticks, _ticks(low / 1e6, high / 1e6)),
+                (plot.yticks, _ticks(token_rate(peak_gb_s * 1e9, high), token_rate(peak_gb_s * 1e9, low))),
+            ):
+                put(values, [f"{value:g}" for value in values])
             plot.xscale("log")
             plot.yscale("log")
             plot.xlabel("MB moved per token")
             plot.ylabel("tokens per second")
         self.border_title = f"Roofline · peak: {peak_source}" if peak_source else "Roofline"
         self.refresh()
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times the powers of ten between low and high."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [tick for power in powers for digit in (1, 2, 5) if low <= (tick := digit * 10.0**power) <= high]
