@@ -34,7 +34,7 @@ void pack(Model& model, const PackedMatrix& packed, Tiles* tiles, uint8_t* out) 
 // One matrix into memory of its own.
 int place(Model& model, const PackedMatrix& packed, int rows, int cols, Tiles* tiles) {
     if (packed.rows != rows || packed.cols != cols || !plan_tiles(packed, tiles)) return kErrorArgument;
-    void* memory = model.weights.take(tiles->stride * tiles->tiles());
+    void* memory = model.weights.take(tiles->tile_bytes() * tiles->tiles());
     if (!memory) return kErrorMemory;
     pack(model, packed, tiles, static_cast<uint8_t*>(memory));
     return 0;
@@ -46,9 +46,9 @@ int place_pair(Model& model, const PackedMatrix* packed, int rows, int cols, Til
     for (int i = 0; i < 2; ++i) {
         if (packed[i].rows != rows || packed[i].cols != cols || !plan_tiles(packed[i], both[i])) return kErrorArgument;
     }
-    const size_t gate_bytes = gate->tile_bytes(), stride = gate_bytes + up->tile_bytes();
-    gate->stride = up->stride = stride;
-    uint8_t* memory = static_cast<uint8_t*>(model.weights.take(stride * gate->tiles()));
+    const size_t gate_bytes = gate->tile_bytes();
+    gate->stride = up->stride = gate_bytes + up->tile_bytes();
+    uint8_t* memory = static_cast<uint8_t*>(model.weights.take(gate->stride * gate->tiles()));
     if (!memory) return kErrorMemory;
     pack(model, packed[0], gate, memory);
     pack(model, packed[1], up, memory + gate_bytes);
@@ -76,7 +76,7 @@ const char* flint_isa(const char* name) {
 
 size_t flint_tiled_bytes(const PackedMatrix* matrix) {
     Tiles tiles;
-    return plan_tiles(*matrix, &tiles) ? padded(tiles.stride * tiles.tiles()) : 0;
+    return plan_tiles(*matrix, &tiles) ? padded(tiles.tile_bytes() * tiles.tiles()) : 0;
 }
 
 int flint_matmul(const char* isa_name, const PackedMatrix* matrix, const float* x, int rows, float* out) {

@@ -27,6 +27,8 @@ struct Activations {
     float* exact = nullptr;     // [blocks][rows][32], x itself: for bf16 weights
 };                              // (wide and exact are null where no matrix needs them)
 
+constexpr int kStreams = 4;     // places that one thread reads weights from at a time
+
 constexpr int kChunk = 64;      // positions per KV-cache chunk: the unit of attention work and of cache growth
 constexpr int kPadHead = 16;    // head_dim is padded to a multiple of this in the cache
 
@@ -48,7 +50,11 @@ struct Isa {
     const char* name;
     bool (*supported)();
 
-    // out[row][16] = 16 weight rows times each activation row. By format.
+    // out[tile][16] = 1 to kStreams tiles of one shape times the only activation row, read side by side. By format.
+    void (*matvec[kFormats])(const uint8_t* const* tiles, int count, const Tiles& shape, const Activations& x,
+                             float* out);
+
+    // out[row][16] = 16 weight rows times each activation row. By format; the same bits as matvec.
     void (*matmul[kFormats])(const uint8_t* tile, const Tiles& shape, const Activations& x, float* out);
 
     // Quantises x[n] into row `row`; with `weight`, x is RMS-normalised first: x / sqrt(mean(x^2) + eps) * weight.
@@ -80,8 +86,9 @@ struct Isa {
     // out[n] = exp((x - top) / temperature), in double.
     void (*weigh)(const float* x, int n, float top, double temperature, double* out);
 
-    // Reads bytes (a multiple of 256) front to back and returns their xor: a memory bandwidth probe.
-    uint64_t (*read)(const uint8_t* p, size_t bytes);
+    // Reads `bytes` (a multiple of 256) from each of kStreams places, side by side as matvec does, and returns a
+    // checksum: a memory bandwidth probe.
+    uint64_t (*read)(const uint8_t* const* streams, size_t bytes);
 };
 
 extern const Isa kPortable;

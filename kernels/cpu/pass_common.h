@@ -1,6 +1,7 @@
 // Steps that the decode pass and the prefill pass share.
 #pragma once
 
+#include <initializer_list>
 #include <string.h>
 
 #include "pass.h"
@@ -45,10 +46,11 @@ inline void multiply(const Model& model, const Tiles& matrix, int tile, const Ac
     model.isa->matmul[matrix.format](matrix.tile(tile), matrix, x, out);
 }
 
-// Start loading what this member reads first in the next phase, while it waits for the others.
-inline void prefetch_share(const Tiles& matrix, const Member& member) {
-    const uint8_t* p = matrix.tile(static_cast<int>(static_cast<int64_t>(matrix.tiles()) * member.id() / member.count()));
-    for (int i = 0; i < 4096; i += 64) __builtin_prefetch(p + i);
+constexpr size_t kAheadBytes = 32 << 10;  // of 512 KB or more of L2
+
+// The start of this member's share of a matrix.
+inline Ahead ahead_of(const Tiles& matrix, const Member& member) {
+    return {matrix.tile(member.first_item(matrix.tiles())), kAheadBytes};
 }
 
 // tile_out [rows][16] -> the columns [16 * tile, ...) of target, those beyond `columns` dropped.
@@ -69,46 +71,102 @@ inline void add_tile(const float* tile_out, int rows, int tile, int columns, flo
     }
 }
 
-// Tile `tile` of q, k and v counted through: rows of the projection into qkv.
-inline void qkv_tile(Model& model, const Layer& layer, int tile, const Activations& x, float* tile_out) {
-    const Tiles* matrix = &layer.q;
+// A tile of a matrix, and where its 16 outputs belong.
+struct Place {
+    const Tiles* matrix;
+    int tile;
+    float* target;  // of the whole matrix's outputs
+};
+
+// Tile `tile` of q, k and v counted through.
+inline Place qkv_place(const Model& model, const Layer& layer, int tile) {
     float* target = model.qkv;
-    if (tile >= matrix->tiles()) {
+    const Tiles* matrix = &layer.q;
+    for (const Tiles* next : {&layer.k, &layer.v}) {
+        if (tile < matrix->tiles()) break;
         tile -= matrix->tiles();
-        target += model.q_size();
-        matrix = &layer.k;
-        if (tile >= matrix->tiles()) {
-            tile -= matrix->tiles();
-            target += model.kv_size();
-            matrix = &layer.v;
-        }
+        target += matrix->rows;
+        matrix = next;
     }
-    multiply(model, *matrix, tile, x, tile_out);
-    store_tile(tile_out, x.rows, tile, matrix->rows, target, model.qkv_stride());
+    return {matrix, tile, target};
 }
 
-inline void gate_up_tile(Model& model, const Layer& layer, int tile, const Activations& x, float* tile_out) {
-    float* gate = tile_out;
-    float* up = tile_out + kBatchTokens * kTileRows;
-    multiply(model, layer.gate, tile, x, gate);
-    multiply(model, layer.up, tile, x, up);
-    model.isa->silu_multiply(gate, up, x.rows * kTileRows);
-    store_tile(gate, x.rows, tile, model.hidden_stride(), model.hidden, model.hidden_stride());
+// Tile after tile, or side by side where there is one token and the formats agree; tile_out [count][rows][16].
+inline void multiply_places(const Model& model, const Place* places, int count, const Activations& x, float* tile_out) {
+    bool alike = x.rows == 1;
+    const uint8_t* tiles[kStreams];
+    for (int i = 0; i < count; ++i) {
+        const Tiles& matrix = *places[i].matrix;
+        tiles[i] = matrix.tile(places[i].tile);
+        alike = alike && matrix.format == places[0].matrix->format && matrix.group_blocks == places[0].matrix->group_blocks;
+    }
+    if (alike) return model.isa->matvec[places[0].matrix->format](tiles, count, *places[0].matrix, x, tile_out);
+    for (int i = 0; i < count; ++i) {
+        multiply(model, *places[i].matrix, places[i].tile, x, tile_out + i * x.rows * kTileRows);
+    }
 }
 
-inline void residual_tile(Model& model, const Tiles& matrix, int tile, const Activations& x, float* tile_out) {
-    multiply(model, matrix, tile, x, tile_out);
-    add_tile(tile_out, x.rows, tile, matrix.rows, model.shape.residual_multiplier, model.x, model.shape.hidden);
+inline void qkv_tiles(Model& model, const Layer& layer, const int* tiles, int count, const Activations& x,
+                      float* tile_out) {
+    Place places[kStreams];
+    for (int i = 0; i < count; ++i) places[i] = qkv_place(model, layer, tiles[i]);
+    multiply_places(model, places, count, x, tile_out);
+    for (int i = 0; i < count; ++i) {
+        store_tile(tile_out + i * x.rows * kTileRows, x.rows, places[i].tile, places[i].matrix->rows, places[i].target,
+                   model.qkv_stride());
+    }
 }
 
-inline void head_tile(const PassContext& pass, int tile, const Activations& x, float* tile_out) {
+inline Ahead ahead_of_qkv(const Model& model, const Layer& layer, const Member& member) {
+    const int items = layer.q.tiles() + layer.k.tiles() + layer.v.tiles();
+    const Place place = qkv_place(model, layer, member.first_item(items));
+    return {place.matrix->tile(place.tile), kAheadBytes};
+}
+
+// Hidden tiles, each from a gate tile and the up tile that follows it in memory.
+inline void gate_up_tiles(Model& model, const Layer& layer, const int* tiles, int count, const Activations& x,
+                          float* tile_out) {
+    const int values = count * x.rows * kTileRows;
+    float* const gate = tile_out;
+    float* const up = tile_out + values;
+    Place gates[kStreams], ups[kStreams];
+    for (int i = 0; i < count; ++i) {
+        gates[i] = {&layer.gate, tiles[i], nullptr};
+        ups[i] = {&layer.up, tiles[i], nullptr};
+    }
+    multiply_places(model, gates, count, x, gate);
+    multiply_places(model, ups, count, x, up);
+    model.isa->silu_multiply(gate, up, values);
+    for (int i = 0; i < count; ++i) {
+        store_tile(gate + i * x.rows * kTileRows, x.rows, tiles[i], model.hidden_stride(), model.hidden,
+                   model.hidden_stride());
+    }
+}
+
+inline void residual_tiles(Model& model, const Tiles& matrix, const int* tiles, int count, const Activations& x,
+                           float* tile_out) {
+    Place places[kStreams];
+    for (int i = 0; i < count; ++i) places[i] = {&matrix, tiles[i], nullptr};
+    multiply_places(model, places, count, x, tile_out);
+    for (int i = 0; i < count; ++i) {
+        add_tile(tile_out + i * x.rows * kTileRows, x.rows, tiles[i], matrix.rows, model.shape.residual_multiplier,
+                 model.x, model.shape.hidden);
+    }
+}
+
+inline void head_tiles(const PassContext& pass, const int* tiles, int count, const Activations& x, float* tile_out) {
     Model& model = pass.model;
-    multiply(model, model.head, tile, x, tile_out);
+    Place places[kStreams];
+    for (int i = 0; i < count; ++i) places[i] = {&model.head, tiles[i], nullptr};
+    multiply_places(model, places, count, x, tile_out);
     const float scaling = 1.0f / model.shape.logits_scaling;
     if (scaling != 1.0f) {
-        for (int i = 0; i < x.rows * kTileRows; ++i) tile_out[i] *= scaling;
+        for (int i = 0; i < count * x.rows * kTileRows; ++i) tile_out[i] *= scaling;
     }
-    store_tile(tile_out, x.rows, tile, model.shape.vocab, pass.request.logits, model.shape.vocab);
+    for (int i = 0; i < count; ++i) {
+        store_tile(tile_out + i * x.rows * kTileRows, x.rows, tiles[i], model.shape.vocab, pass.request.logits,
+                   model.shape.vocab);
+    }
 }
 
 // A head of q or k of token `row`, normalised (qwen3) and rotated, into `out` [head_dim].

@@ -6,6 +6,19 @@ namespace flint {
 
 namespace {
 
+constexpr size_t kLongStream = 256 << 10;  // from here on four streams beat one that is asked for ahead
+
+// Shares the tiles of a phase. One token reads kStreams of them at a time where that makes long streams; several tokens
+// are bound by arithmetic.
+template <class Work>
+void share_tiles(Member& member, int tokens, const Tiles& matrix, int tiles, Work&& work, Ahead ahead = Ahead()) {
+    if (tokens == 1 && tiles * matrix.stride >= kLongStream * kStreams * member.count()) {
+        member.share_runs<kStreams>(tiles, work, ahead);
+    } else {
+        member.share_runs<1>(tiles, work, ahead);
+    }
+}
+
 // The part of this pass's query rows over one chunk of one KV head; whoever finishes a head's last chunk joins its
 // parts, in the order of the chunks, so that the result does not depend on who was when.
 class DecodeAttention {
@@ -92,31 +105,35 @@ void decode_pass(const PassContext& pass, Member& member) {
 
         Activations x = quantize(input_of(scratch.x, rows, layer.q, layer.k, layer.v), model.x, shape.hidden,
                                  layer.attn_norm, shape.hidden);
-        member.share(layer.q.tiles() + layer.k.tiles() + layer.v.tiles(),
-                     [&](int tile) { qkv_tile(model, layer, tile, x, out); });
+        share_tiles(member, rows, layer.q, layer.q.tiles() + layer.k.tiles() + layer.v.tiles(),
+                    [&](const int* tiles, int n) { qkv_tiles(model, layer, tiles, n, x, out); },
+                    ahead_of(layer.o, member));
         clock.charge(kPhaseQkv);
 
         const DecodeAttention attention(model, l, rows);
         member.share(attention.tasks(), [&](int task) { attention.run(task, scratch); },
-                     [&] { prefetch_share(layer.o, member); });
+                     ahead_of(layer.o, member));
         clock.charge(kPhaseAttention);
 
         x = quantize(input_of(scratch.x, rows, layer.o), model.attended, model.q_size(), nullptr, model.q_size());
-        member.share(layer.o.tiles(), [&](int tile) { residual_tile(model, layer.o, tile, x, out); },
-                     [&] { prefetch_share(layer.gate, member); });
+        share_tiles(member, rows, layer.o, layer.o.tiles(),
+                    [&](const int* tiles, int n) { residual_tiles(model, layer.o, tiles, n, x, out); },
+                    ahead_of(layer.gate, member));
         clock.charge(kPhaseOut);
 
         x = quantize(input_of(scratch.x, rows, layer.gate, layer.up), model.x, shape.hidden, layer.mlp_norm,
                      shape.hidden);
-        member.share(layer.gate.tiles(), [&](int tile) { gate_up_tile(model, layer, tile, x, out); },
-                     [&] { prefetch_share(layer.down, member); });
+        share_tiles(member, rows, layer.gate, layer.gate.tiles(),
+                    [&](const int* tiles, int n) { gate_up_tiles(model, layer, tiles, n, x, out); },
+                    ahead_of(layer.down, member));
         clock.charge(kPhaseGateUp);
 
         x = quantize(input_of(scratch.x, rows, layer.down), model.hidden, model.hidden_stride(), nullptr,
                      shape.intermediate);
-        const Tiles& next = l + 1 < shape.layers ? model.layers[l + 1].q : model.head;
-        member.share(layer.down.tiles(), [&](int tile) { residual_tile(model, layer.down, tile, x, out); },
-                     [&] { prefetch_share(next, member); });
+        share_tiles(member, rows, layer.down, layer.down.tiles(),
+                    [&](const int* tiles, int n) { residual_tiles(model, layer.down, tiles, n, x, out); },
+                    l + 1 < shape.layers ? ahead_of_qkv(model, model.layers[l + 1], member)
+                                         : ahead_of(model.head, member));
         clock.charge(kPhaseDown);
     }
     if (member.leads()) copy_features(pass, shape.layers);
@@ -126,7 +143,8 @@ void decode_pass(const PassContext& pass, Member& member) {
         const float* last_rows = model.x + static_cast<size_t>(rows - wanted) * shape.hidden;
         const Activations x = quantize(input_of(scratch.x, wanted, model.head), last_rows, shape.hidden,
                                        model.final_norm, shape.hidden);
-        member.share(model.head.tiles(), [&](int tile) { head_tile(pass, tile, x, out); });
+        share_tiles(member, wanted, model.head, model.head.tiles(),
+                    [&](const int* tiles, int n) { head_tiles(pass, tiles, n, x, out); });
         clock.charge(kPhaseHead);
     }
 }

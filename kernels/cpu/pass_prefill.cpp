@@ -73,7 +73,7 @@ void prefill_pass(const PassContext& pass, Member& member) {
         Activations x = quantize(input_of(model.shared, rows, layer.q, layer.k, layer.v), model.x, shape.hidden,
                                  layer.attn_norm, shape.hidden);
         member.share(layer.q.tiles() + layer.k.tiles() + layer.v.tiles(),
-                     [&](int tile) { qkv_tile(model, layer, tile, x, out); });
+                     [&](int tile) { qkv_tiles(model, layer, &tile, 1, x, out); });
         clock.charge(kPhaseQkv);
 
         member.share(rows, [&](int row) { append_token(model, l, row); });
@@ -85,17 +85,17 @@ void prefill_pass(const PassContext& pass, Member& member) {
         clock.charge(kPhaseAttention);
 
         x = quantize(input_of(model.shared, rows, layer.o), model.attended, model.q_size(), nullptr, model.q_size());
-        member.share(layer.o.tiles(), [&](int tile) { residual_tile(model, layer.o, tile, x, out); });
+        member.share(layer.o.tiles(), [&](int tile) { residual_tiles(model, layer.o, &tile, 1, x, out); });
         clock.charge(kPhaseOut);
 
         x = quantize(input_of(model.shared, rows, layer.gate, layer.up), model.x, shape.hidden, layer.mlp_norm,
                      shape.hidden);
-        member.share(layer.gate.tiles(), [&](int tile) { gate_up_tile(model, layer, tile, x, out); });
+        member.share(layer.gate.tiles(), [&](int tile) { gate_up_tiles(model, layer, &tile, 1, x, out); });
         clock.charge(kPhaseGateUp);
 
         x = quantize(input_of(model.shared, rows, layer.down), model.hidden, model.hidden_stride(), nullptr,
                      shape.intermediate);
-        member.share(layer.down.tiles(), [&](int tile) { residual_tile(model, layer.down, tile, x, out); });
+        member.share(layer.down.tiles(), [&](int tile) { residual_tiles(model, layer.down, &tile, 1, x, out); });
         clock.charge(kPhaseDown);
     }
     if (member.leads()) copy_features(pass, shape.layers);
@@ -105,7 +105,7 @@ void prefill_pass(const PassContext& pass, Member& member) {
         const float* last_rows = model.x + static_cast<size_t>(rows - wanted) * shape.hidden;
         const Activations x = quantize(input_of(model.shared, wanted, model.head), last_rows, shape.hidden,
                                        model.final_norm, shape.hidden);
-        member.share(model.head.tiles(), [&](int tile) { head_tile(pass, tile, x, out); });
+        member.share(model.head.tiles(), [&](int tile) { head_tiles(pass, &tile, 1, x, out); });
         clock.charge(kPhaseHead);
     }
 }

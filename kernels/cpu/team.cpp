@@ -103,13 +103,13 @@ void* Team::helper_main(void* argument) {
     }
 }
 
-void Member::barrier() {
-    if (count_ == 1) return;
+void Member::barrier(Ahead ahead) {
     Team& team = *team_;
     const uint32_t generation = team.generation_.load(std::memory_order_relaxed);
     // The next phase's counters were last touched in the previous phase, which everybody has left.
     ++phase_;
     team.shares_[phase_ & 1][id_].next.store(0, std::memory_order_relaxed);
+    if (count_ == 1) return;
     if (team.arrived_.fetch_add(1, std::memory_order_acq_rel) == count_ - 1) {
         team.arrived_.store(0, std::memory_order_relaxed);
         team.generation_.store(generation + 1, std::memory_order_seq_cst);
@@ -118,7 +118,7 @@ void Member::barrier() {
     }
     for (int spins = 0; spins < kBarrierSpins; ++spins) {
         if (team.generation_.load(std::memory_order_acquire) != generation) return;
-        spin_pause();
+        ahead.empty() ? spin_pause() : ahead.fetch(4);
     }
     const int64_t begin = now_ns();
     team.sleepers_.fetch_add(1, std::memory_order_seq_cst);

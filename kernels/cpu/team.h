@@ -17,8 +17,25 @@ namespace flint {
 
 constexpr int kMaxThreads = 128;
 constexpr int kCacheLine = 64;
+constexpr int kLinesBeforeBarrier = 64;  // as many as a core can have under way, twice
 
 class Team;
+
+// What a member reads first in the next phase. Memory is idle while members wait for one another; asking for the first
+// weights of the next phase in that time costs nothing.
+class Ahead {
+  public:
+    Ahead() = default;
+    Ahead(const uint8_t* first, size_t bytes) : next_(first), end_(first + bytes) {}
+    bool empty() const { return next_ >= end_; }
+    void fetch(int lines) {
+        for (; lines > 0 && next_ < end_; --lines, next_ += kCacheLine) __builtin_prefetch(next_);
+    }
+
+  private:
+    const uint8_t* next_ = nullptr;
+    const uint8_t* end_ = nullptr;
+};
 
 // One member's view of the running job.
 class Member {
@@ -28,15 +45,19 @@ class Member {
     bool leads() const { return id_ == 0; }
 
     // Calls work(item) once for every item in [0, items), spread over the members, and returns when all are done.
-    // Every member must call it with the same `items`. ahead() runs between a member's own work and the wait.
-    template <class Work, class Ahead>
-    void share(int items, Work&& work, Ahead&& ahead);
+    // Every member must call it with the same `items`.
     template <class Work>
-    void share(int items, Work&& work) {
-        share(items, work, [] {});
-    }
+    void share(int items, Work&& work, Ahead ahead = Ahead());
 
-    void barrier();
+    // The same for work on several items at a time: work(indices, count) with count <= kWidth. Each member's share is cut
+    // into kWidth runs that advance together, so that it reads kWidth long streams.
+    template <int kWidth, class Work>
+    void share_runs(int items, Work&& work, Ahead ahead = Ahead());
+
+    // The first of the `items` of a share that are this member's own.
+    int first_item(int items) const { return static_cast<int>(static_cast<int64_t>(items) * id_ / count_); }
+
+    void barrier(Ahead ahead = Ahead());
 
   private:
     friend class Team;
@@ -106,26 +127,37 @@ class Team {
     int64_t retry_at_ns_ = 0, back_off_ns_ = 0;
 };
 
-template <class Work, class Ahead>
-void Member::share(int items, Work&& work, Ahead&& ahead) {
-    if (count_ == 1) {
-        for (int item = 0; item < items; ++item) work(item);
-        return;
-    }
+template <class Work>
+void Member::share(int items, Work&& work, Ahead ahead) {
+    share_runs<1>(items, [&](const int* item, int) { work(*item); }, ahead);
+}
+
+template <int kWidth, class Work>
+void Member::share_runs(int items, Work&& work, Ahead ahead) {
     Team::Share* shares = team_->shares_[phase_ & 1];
     for (int turn = 0; turn < count_; ++turn) {
         const int owner = id_ + turn < count_ ? id_ + turn : id_ + turn - count_;
         const int first = static_cast<int>(static_cast<int64_t>(items) * owner / count_);
         const int end = static_cast<int>(static_cast<int64_t>(items) * (owner + 1) / count_);
+        const int run = (end - first) / kWidth;  // steps of full width; the items that are left make one more
+        const int steps = run + (run * kWidth < end - first ? 1 : 0);
         std::atomic<int32_t>& next = shares[owner].next;
-        while (next.load(std::memory_order_relaxed) < end - first) {
-            const int item = first + next.fetch_add(1, std::memory_order_relaxed);
-            if (item >= end) break;
-            work(item);
+        while (next.load(std::memory_order_relaxed) < steps) {
+            const int step = next.fetch_add(1, std::memory_order_relaxed);
+            if (step >= steps) break;
+            int indices[kWidth] = {};
+            int count = kWidth;
+            if (step < run) {
+                for (int i = 0; i < kWidth; ++i) indices[i] = first + i * run + step;
+            } else {
+                count = end - first - run * kWidth;
+                for (int i = 0; i < count; ++i) indices[i] = first + run * kWidth + i;
+            }
+            work(static_cast<const int*>(indices), count);
         }
-        if (turn == 0) ahead();
+        if (turn == 0 && count_ > 1) ahead.fetch(kLinesBeforeBarrier);
     }
-    barrier();
+    barrier(ahead);
 }
 
 }  // namespace flint

@@ -37,7 +37,7 @@ constexpr int block_bytes(Format format) {
     return (format == kBf16 ? 2 * kBlock : format == kInt8 ? kBlock : kBlock / 2) * kTileRows;
 }
 
-// A matrix in tiles. Two matrices may be interleaved tile by tile (gate and up), hence the stride.
+// A matrix in tiles. Gate and up lie tile by tile in turn, one stream, hence the stride.
 struct Tiles {
     const uint8_t* data = nullptr;
     size_t stride = 0;  // bytes from one tile of this matrix to the next
