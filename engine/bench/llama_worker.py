@@ -38,6 +38,7 @@ def llama_cpp_python(request):
         n_threads=request["threads"],
         n_threads_batch=request["threads"],
         n_gpu_layers=-1 if on_gpu else 0,
+        flash_attn=True,  # its best setting; the default is off
         verbose=False,
     )
     vocabulary = llm.n_vocab()
