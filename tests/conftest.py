@@ -8,11 +8,15 @@ cannot be fetched fails the tests that need it instead of skipping them.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 import pytest
+
+# Started in the background, this process may ignore Ctrl-C, and so would every child that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports huggingface_hub, which reads its environment once: no test may reach the real hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
