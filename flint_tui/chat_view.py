@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from engine.sampling import Sampling
     from flint_tui.app import FlintApp
 
-DRAIN_S = 1 / 20
+DRAIN_S = 1 / 15
 MOST_SKIPPED = 5
-DRAINS_PER_PANEL_UPDATE = 3  # 6.7 Hz
+DRAINS_PER_PANEL_UPDATE = 3  # 5 Hz
 
 
 class ChatView(Screen[None]):

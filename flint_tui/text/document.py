@@ -46,6 +46,7 @@ class Document:
         self._open_lines: list[Line] = []
         self._tail = 0  # source offset where the open part starts
         self._plain_tail = False  # the open part is shown as plain text
+        self.stable = 0  # screen lines, from the first, that the last `append` or `close` left as they were
         self._searched = 0  # source offset up to which a plain tail was searched for its end
 
     # -- growing
@@ -53,6 +54,7 @@ class Document:
     def append(self, text: str, marks: Marks = ()) -> None:
         """Add text; `marks` are ranges of accepted draft tokens in source offsets."""
         self._marks += marks
+        self.stable = len(self._lines)
         self.source += text
         if self.plain or (self._plain_tail and not self._may_have_ended()):
             self._grow_plain()
@@ -62,6 +64,7 @@ class Document:
     def close(self) -> None:
         """The message is complete: parse what was still open."""
         self._closed = True
+        self.stable = len(self._lines)
         if not self.plain:
             self._parse(closing=True)
 
@@ -154,6 +157,7 @@ class Document:
         """Show the open part as plain text in pieces; only the last piece is wrapped again."""
         if not self._open:
             self._open = [Block("")]
+        self.stable = len(self._lines) + max(0, len(self._open_lines) - 1)  # wrapping is greedy
         while True:
             piece = self._open.pop()
             del self._open_lines[len(self._open_lines) - self._piece_lines(piece) :]

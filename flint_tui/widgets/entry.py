@@ -41,5 +41,10 @@ class Entry:
             return self.document.line(body)
         return role_line(self.footer, "footer") if body == height + 1 else Line(BLANK, 0, 0, "", False)
 
+    @property
+    def first_changed(self) -> int:
+        """The first line that may look different since the document's last `append` (its pen was on the one before)."""
+        return max(0, self.document.stable)
+
     def is_last_body_line(self, index: int) -> bool:
         return index == self.document.height(self.document.width)

@@ -15,10 +15,11 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message as TextualMessage
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.widget import Widget
 
 from flint_tui.text.blocks import Line
 from flint_tui.widgets.entry import Entry
@@ -90,11 +91,13 @@ class Transcript(ScrollView, can_focus=True):
         index = len(self.entries) - 1
         if self.entries[index] is not entry:
             index = self.entries.index(entry)
-        before = self._tops[-1]
+        view = self.scroll_offset.y
         self._measure(index)
-        bottom = self.scroll_offset.y + self.size.height
-        if self.following or self._tops[index] < bottom or before < bottom:
-            self.refresh()
+        if self.scroll_offset.y != view:
+            return  # scrolled: everything is painted anyway
+        first = max(0, self._tops[index] + entry.first_changed - view)
+        if first < self.size.height:
+            self.refresh(Region(0, first, self.size.width, self.size.height - first))
 
     def retint(self, tint: bool) -> None:
         for entry in self.entries:
@@ -132,12 +135,21 @@ class Transcript(ScrollView, can_focus=True):
         total = self._tops[-1] + 1
         if total != self.virtual_size.height or self.virtual_size.width != self.size.width:
             following = self.following
-            self.virtual_size = Size(self.size.width, total)
+            self._resize_contents(Size(self.size.width, total))
             self.following = following  # fewer lines clamp the position, which is not the reader's doing
         if self.following:
             # force: whether there is a scrollbar is known only after the next layout
             self.scroll_end(animate=False, immediate=True, force=True)
             self.following = True
+
+    def _resize_contents(self, size: Size) -> None:
+        """Set virtual_size. Textual lays the whole screen out again when it changes (17 ms), which is needed only when
+        the scrollbar comes or goes: otherwise the scrollbar alone is told."""
+        if self.show_vertical_scrollbar == (size.height > self.size.height) and size.width == self.virtual_size.width:
+            self.set_reactive(Widget.virtual_size, size)  # type: ignore[arg-type]
+            self._scroll_update(size)
+        else:
+            self.virtual_size = size
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)

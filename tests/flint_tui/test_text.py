@@ -203,3 +203,23 @@ def test_no_text_makes_the_parser_fail(seed: int) -> None:
         document.height(30)
     document.close()
     assert document.height(30) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_called_stable_has_not_changed(seed: int) -> None:
+    """The transcript repaints from `stable` on: everything above must look as before."""
+    source = "# T\n\nSome *prose* here.\n\n```py\n" + "x = f(1)\n" * 400 + "```\n\n1. one\n2. two\n\n" + "word " * 900
+    random_source = random.Random(seed)
+    document = Document(closed=False)
+    document.height(50)
+    at = 0
+    while at < len(source):
+        size = random_source.randint(1, 120)
+        before = shown(document, 50)
+        document.append(source[at : at + size])
+        assert shown(document, 50)[: document.stable] == before[: document.stable]
+        assert document.stable <= max(0, len(before))
+        at += size
+    before = shown(document, 50)
+    document.close()
+    assert shown(document, 50)[: document.stable] == before[: document.stable]
