@@ -7,6 +7,7 @@ that dies before that leaves nothing that loads and does not touch what was ther
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -37,6 +38,7 @@ from engine.matrix import Matrix, Storage, all_finite
 from engine.safetensors_file import DTYPES, header
 from engine.tensors import tensor_shapes
 
+_REPLACE_TRIES = 100
 _WRITE_BYTES = 8 << 20  # per write call: large enough for full disk speed, small enough for a prompt progress bar
 
 
@@ -194,21 +196,27 @@ def restore_interrupted(directory: Path) -> None:
         if directory.exists():
             shutil.rmtree(previous, ignore_errors=True)
         else:
-            os.rename(previous, directory)
+            with contextlib.suppress(OSError):  # another process has restored it, or put a new one there
+                os.rename(previous, directory)
 
 
 def _replace(new: Path, target: Path) -> None:
+    """Rename `new` to `target`. A directory that is not empty cannot be renamed over: the old one steps aside first.
+
+    Another writer, or a reader that restores the old one, may come between any two steps: the step that then fails
+    leaves nothing half done, and all begins again.
+    """
     previous = _previous(target)
-    for last_try in (False, False, True):
-        if target.exists():
-            shutil.rmtree(previous, ignore_errors=True)
-            os.rename(target, previous)  # a directory that is not empty cannot be renamed over
+    for tries_left in reversed(range(_REPLACE_TRIES)):
         try:
+            if target.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                os.rename(target, previous)
             os.rename(new, target)
             break
         except OSError:
-            restore_interrupted(target)  # a reader may have restored the previous one between the two renames
-            if last_try:
+            restore_interrupted(target)
+            if not tries_left:
                 raise
     _fsync_directory(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
