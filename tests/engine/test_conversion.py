@@ -121,14 +121,15 @@ def test_conversion_in_pieces_is_the_quantisation_of_the_whole(
 
 
 MEMORY_PROBE = """
-import resource, sys
+import sys
 sys.path.insert(0, {root!r})
 import numpy as np
 from engine.checkpoint import open_checkpoint
 from engine.conversion import convert, describe, plan_storage
 from engine.manifest import Source
 from engine.packed import PackedWriter
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from tests.memory import peak_memory
+before = peak_memory()
 with open_checkpoint({folder!r}) as checkpoint:
     plan = plan_storage(checkpoint, bits={bits})
     with PackedWriter({directory!r}, checkpoint.config, plan) as writer:
@@ -140,11 +141,11 @@ with open_checkpoint({folder!r}) as checkpoint:
         writer.add_file("tokenizer.json", b"{{}}")
         writer.commit(name="m", variant="v", quantization=describe(checkpoint, plan),
                       source=Source("", "", "", ""), license="")
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+print((peak_memory() - before) // 1000**2)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells the peak memory")
 @pytest.mark.parametrize("bits", [8, 16])
 def test_packing_holds_one_tensor_not_the_model(tmp_path: Path, bits: int) -> None:
     """A 180 MB bf16 checkpoint of 13 MB matrices: packing may not keep what it has read or written in memory."""

@@ -148,22 +148,18 @@ def test_greedy_replies_follow_the_reference_on_twenty_prompts(pair: Pair) -> No
 
 MEMORY_SCRIPT = """
 import sys
-from pathlib import Path
 from engine.backends.cpu import CpuBackend
 from engine.packed import PackedModel
 from engine.sampling import Sampling
+from tests.memory import peak_memory
 
-def peak():
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
-
-before = peak()
+before = peak_memory()
 model = PackedModel.open(sys.argv[1])
 backend = CpuBackend(model, threads=2)
 backend.step(list(range(3, 103)), logits="last")
 stream = backend.stream(5, sampling=Sampling(), max_tokens=20, stop_ids=frozenset(), history=[5])
 assert sum(len(batch.ids) for batch in stream) == 20
-print(before, peak(), backend.ledger(1, 0).weight_bytes)
+print(before, peak_memory(), backend.ledger(1, 0).weight_bytes)
 """
 
 

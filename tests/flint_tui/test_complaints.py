@@ -128,9 +128,10 @@ async def test_the_view_stays_put_while_reading_back() -> None:
 
 
 async def test_ctrl_c_stops_a_reply_under_load_and_not_the_program() -> None:
-    endless = FakeEngine(answers=["word " * 40_000])
+    endless = FakeEngine(answers=["word " * 40_000], hold=True)
     async with running(endless) as (app, pilot, _):
         await ask(pilot, "go", finish=False)
+        endless.release(30_000)  # so many at once that the screen is behind; the rest never come
         await wait(pilot, lambda: app.session.reply is not None and len(app.session.reply.text) > 1000)
         await pilot.press("ctrl+c")
         await idle(pilot)
