@@ -80,8 +80,15 @@ def ask(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def probe(request: dict[str, Any], what: str, **changes: Any) -> dict[str, Any]:
+    return ask([sys.executable, "-m", "engine.bench.cpu_probe"], request | {"what": what} | changes)
+
+
 def ours(request: dict[str, Any]) -> dict[str, Any]:
-    return ask([sys.executable, "-m", "engine.bench.cpu_probe"], request)
+    """All figures, between two measurements of what memory gives at the time."""
+    before = probe(request, "bandwidth")["bandwidth_gb_s"]
+    answer = probe(request, "all")
+    return answer | {"bandwidth_gb_s": [before, probe(request, "bandwidth")["bandwidth_gb_s"]]}
 
 
 def llama(python: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -113,9 +120,9 @@ def against_peer(request: dict[str, Any], options: argparse.Namespace) -> list[d
 def under_load(request: dict[str, Any], count: int) -> list[dict[str, Any]]:
     rounds = []
     for _ in range(count):
-        alone = ours(request | {"busy": True, "threads": 1})
+        alone = probe(request, "decode", threads=1)
         with subprocess.Popen([sys.executable, "-c", SPIN]) as busy:
-            loaded = ours(request | {"busy": True})
+            loaded = probe(request, "decode")
             busy.kill()
         rounds.append({"one thread alone": alone, "beside a busy process": loaded})
     return rounds

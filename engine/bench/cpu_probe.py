@@ -1,7 +1,7 @@
 """One round of the native CPU decoder in a process of its own; the worker of engine/bench/cpu_peers.py.
 
-Reads one JSON request from stdin (model, threads, prompt, long_prompt, tokens, and busy: whether only decoding is
-wanted) and prints one JSON answer.
+Reads one JSON request from stdin (model, threads, prompt, long_prompt, tokens, and what: "all", "decode" or
+"bandwidth") and prints one JSON answer.
 """
 
 from __future__ import annotations
@@ -31,21 +31,18 @@ def main() -> None:
 def probe(request: dict[str, Any]) -> dict[str, Any]:
     """Times in seconds, rates in 1e9 bytes per second, memory in bytes."""
     native_library()
+    if request["what"] == "bandwidth":  # a process of its own: its buffer would count as the decoder's memory
+        return {"bandwidth_gb_s": native.streaming_bandwidth(request["threads"])}
     model = PackedModel.open(request["model"])
     backend = CpuBackend(model, threads=request["threads"], context_size=2048)
-    prompt, long_prompt = request["prompt"], request["long_prompt"]
+    prompt = request["prompt"]
     backend.step(prompt[:8], logits="last")  # wakes the threads, and touches weights and cache
-    answer: dict[str, Any] = {"device": backend.description, "bandwidth_gb_s": []}
-    if not request.get("busy"):
-        answer["bandwidth_gb_s"].append(native.streaming_bandwidth(request["threads"]))
-    answer |= decode(backend, prompt, request["tokens"])
-    if request.get("busy"):
-        return answer
-    answer["prefill_s"] = prefill(backend, long_prompt)
-    answer["step_s"] = widths(backend, prompt)
-    answer["peak_memory"] = peak_memory()
-    answer["weight_bytes"] = backend.ledger(1, 0).weight_bytes
-    answer["bandwidth_gb_s"].append(native.streaming_bandwidth(request["threads"]))
+    answer: dict[str, Any] = {"device": backend.description} | decode(backend, prompt, request["tokens"])
+    if request["what"] == "all":
+        answer["prefill_s"] = prefill(backend, request["long_prompt"])
+        answer["peak_memory"] = peak_memory()
+        answer["step_s"] = widths(backend, prompt)
+        answer["weight_bytes"] = backend.ledger(1, 0).weight_bytes
     backend.close()
     return answer
 
@@ -63,7 +60,13 @@ def decode(backend: CpuBackend, prompt: list[int], tokens: int) -> dict[str, Any
         ids += batch.ids
         seconds = batch.seconds[-1] if batch.seconds else seconds
     moved = sum(backend.ledger(1, len(prompt) + i).total for i in range(len(ids) - 1))
-    return {"ids": ids, "ttft_s": ttft, "decode_s": seconds, "decode_bytes": moved}
+    return {
+        "ids": ids,
+        "ttft_s": ttft,
+        "decode_s": seconds,
+        "decode_bytes": moved,
+        "active_threads": backend.active_threads(),
+    }
 
 
 def prefill(backend: CpuBackend, prompt: list[int]) -> float:

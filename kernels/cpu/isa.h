@@ -80,7 +80,7 @@ struct Isa {
     // into = into and part together (both over the same rows).
     void (*merge)(const Softmax& into, const Softmax& part, int rows, int head_dim);
 
-    // Lowest index of the largest of x[n].
+    // Lowest index of the largest of x[n]; -1 if one is not a number.
     int (*argmax)(const float* x, int n);
 
     // out[n] = exp((x - top) / temperature), in double.

@@ -449,24 +449,27 @@ void merge(const Softmax& into, const Softmax& part, int rows, int head_dim) {
 
 int argmax(const float* x, int n) {
     Vec best = splat(-INFINITY);
-    IntVec where{}, index{};
+    IntVec where{}, index{}, ordered = ~IntVec{};
     for (int lane = 0; lane < kLanes; ++lane) index[lane] = lane;
     int i = 0;
     for (; i + kLanes <= n; i += kLanes, index += kLanes) {
         const Vec v = load(x + i);
         const IntVec better = v > best;
+        ordered &= v == v;
         best = select(better, v, best);
         where = (index & better) | (where & ~better);
     }
     int winner = 0;
     float top = -INFINITY;
     for (int lane = 0; lane < kLanes; ++lane) {
+        if (!ordered[lane]) return -1;
         if (best[lane] > top || (best[lane] == top && where[lane] < winner)) {
             top = best[lane];
             winner = where[lane];
         }
     }
     for (; i < n; ++i) {
+        if (x[i] != x[i]) return -1;
         if (x[i] > top) {
             top = x[i];
             winner = i;

@@ -48,7 +48,7 @@ void run_pass(Model& model, const PassRequest& request) {
         for (int row = 0; row < request.rows; ++row) embed_token(model, request.tokens[row], row);
     }
     PassContext context{model, request};
-    model.team.run(pass_job, &context);
+    model.team.run(pass_job, &context, /*steady=*/true);
     model.position += request.rows;
     if (model.profile) ++model.profiled_passes;
 }

@@ -53,21 +53,31 @@ inline Ahead ahead_of(const Tiles& matrix, const Member& member) {
     return {matrix.tile(member.first_item(matrix.tiles())), kAheadBytes};
 }
 
-// tile_out [rows][16] -> the columns [16 * tile, ...) of target, those beyond `columns` dropped.
+// tile_out [rows][16] -> the columns [16 * tile, ...) of target, those beyond `columns` dropped. A whole tile, nearly
+// always, is copied or added with a length that the compiler knows.
 inline void store_tile(const float* tile_out, int rows, int tile, int columns, float* target, size_t stride) {
     const int first = tile * kTileRows;
     const int width = columns - first < kTileRows ? columns - first : kTileRows;
-    for (int row = 0; row < rows; ++row) {
-        memcpy(target + row * stride + first, tile_out + row * kTileRows, width * sizeof(float));
+    for (int row = 0; row < rows; ++row, tile_out += kTileRows) {
+        float* const to = target + row * stride + first;
+        if (width == kTileRows) {
+            memcpy(to, tile_out, kTileRows * sizeof(float));
+        } else {
+            memcpy(to, tile_out, width * sizeof(float));
+        }
     }
 }
 
 inline void add_tile(const float* tile_out, int rows, int tile, int columns, float factor, float* target, size_t stride) {
     const int first = tile * kTileRows;
     const int width = columns - first < kTileRows ? columns - first : kTileRows;
-    for (int row = 0; row < rows; ++row) {
-        float* to = target + row * stride + first;
-        for (int i = 0; i < width; ++i) to[i] += factor * tile_out[row * kTileRows + i];
+    for (int row = 0; row < rows; ++row, tile_out += kTileRows) {
+        float* const to = target + row * stride + first;
+        if (width == kTileRows) {
+            for (int i = 0; i < kTileRows; ++i) to[i] += factor * tile_out[i];
+        } else {
+            for (int i = 0; i < width; ++i) to[i] += factor * tile_out[i];
+        }
     }
 }
 
@@ -93,6 +103,7 @@ inline Place qkv_place(const Model& model, const Layer& layer, int tile) {
 
 // Tile after tile, or side by side where there is one token and the formats agree; tile_out [count][rows][16].
 inline void multiply_places(const Model& model, const Place* places, int count, const Activations& x, float* tile_out) {
+    if (count == 1) return multiply(model, *places->matrix, places->tile, x, tile_out);
     bool alike = x.rows == 1;
     const uint8_t* tiles[kStreams];
     for (int i = 0; i < count; ++i) {

@@ -142,11 +142,9 @@ int Sampler::draw(int count, double u) const {
 int Sampler::choose(float* logits, const int32_t* history, int64_t count) {
     penalise(logits, history, count);
     const int best = isa_->argmax(logits, vocab_);
+    if (best < 0) return -1;
     const float top = logits[best];
     if (!(top > -INFINITY && top < INFINITY)) return -1;
-    for (int id = 0; id < vocab_; ++id) {
-        if (logits[id] != logits[id]) return -1;
-    }
     if (options_.temperature == 0.0) return best;
 
     int kept = vocab_;

@@ -14,6 +14,7 @@ constexpr int kBarrierSpins = 1500;
 constexpr int kIdleSpins = 4000;
 
 constexpr int64_t kMs = 1000000;
+constexpr int64_t kWindow = 120 * kMs;
 
 }  // namespace
 
@@ -59,7 +60,7 @@ void Team::publish(int count) {
     if (waiting_helpers_.load(std::memory_order_seq_cst) != 0) unpark_all(&ticket_);
 }
 
-void Team::run(Job job, void* context) {
+void Team::run(Job job, void* context, bool steady) {
     if (owner_ != getpid() || started_ < size_ - 1) start();
     const int64_t begin = now_ns();
     if (active_ < size_ && active_ < started_ + 1 && begin >= retry_at_ns_) active_ = started_ + 1;
@@ -68,7 +69,7 @@ void Team::run(Job job, void* context) {
     stalled_ns_.store(0, std::memory_order_relaxed);
     if (active_ > 1) publish(active_);
     work_as(0, active_);
-    if (size_ > 1) adapt(now_ns() - begin);
+    if (steady && size_ > 1) adapt(now_ns() - begin);
 }
 
 void Team::work_as(int id, int count) {
@@ -127,14 +128,14 @@ void Member::barrier(Ahead ahead) {
     team.stalled_ns_.fetch_add(now_ns() - begin, std::memory_order_relaxed);
 }
 
-// A member that must sleep at a barrier waits for one that lost its core. Where that costs more than the core brings,
-// a smaller team is faster: after 30 ms of work with more than a quarter of the members' time slept away, one member
-// rests, for 0.25 s at first and up to 4 s while the trouble lasts.
+// A member that must sleep at a barrier waits for one that lost its core. Where that costs more than the core brings, a
+// smaller team is faster: when a quarter of the members' time was slept away over kWindow, one member rests, for 0.25 s
+// at first and up to 4 s while the trouble lasts. A single lost time slice (3 to 25 ms) is not trouble.
 void Team::adapt(int64_t elapsed_ns) {
     const int64_t now = now_ns();
     window_ns_ += elapsed_ns * active_;
     window_stalled_ns_ += stalled_ns_.load(std::memory_order_relaxed);
-    if (window_ns_ < 30 * kMs * active_) return;
+    if (window_ns_ < kWindow * active_) return;
     if (active_ > 1 && window_stalled_ns_ * 4 > window_ns_) {
         back_off_ns_ = back_off_ns_ == 0 ? 250 * kMs : back_off_ns_ < 2000 * kMs ? back_off_ns_ * 2 : 4000 * kMs;
         retry_at_ns_ = now + back_off_ns_;

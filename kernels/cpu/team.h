@@ -79,8 +79,9 @@ class Team {
     int size() const { return size_; }
     int active() const { return active_; }
 
-    // Runs job on all active members and returns when they have finished. One caller at a time.
-    void run(Job job, void* context);
+    // Runs job on all active members and returns when they have finished. One caller at a time. steady: the job is one of
+    // many alike whose members have equal work, so that waiting for one another means that others took the cores.
+    void run(Job job, void* context, bool steady = false);
 
     // Ends the threads; a later run starts them again.
     void stop();
