@@ -1,7 +1,7 @@
 """The shape of a model: what a backend must know to decode it.
 
-One frozen dataclass for the dense families granite, llama, mistral and qwen3. `from_hf` reads a Hugging Face
-config.json, `from_gguf` reads GGUF metadata; anything that flint cannot decode is refused with one line.
+One frozen dataclass for the dense families granite, llama, mistral and qwen3. engine/checkpoint reads it from a Hugging
+Face config.json or from GGUF metadata, and refuses with one line what flint cannot decode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from engine.errors import CheckpointError
-from engine.strict_json import Record
+from engine.files.strict_json import Record
 
 Family = Literal["granite", "llama", "mistral", "qwen3"]
 
@@ -153,34 +153,6 @@ class ModelConfig:
                 keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
                 base = base * (keep + (1 - keep) / factor)
         return base.astype(np.float32)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-        """From a Hugging Face config.json and (for its stop tokens) generation_config.json.
-
-        Raises UnsupportedModel (one line naming what is not supported) or CheckpointError.
-        """
-        from engine.checkpoint.hf_config import config_from_hf
-
-        return config_from_hf(config, generation)
-
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, Any],
-        *,
-        tied: bool = True,
-        vocab_size: int | None = None,
-        rope_divisors: tuple[float, ...] | None = None,
-    ) -> ModelConfig:
-        """From a GGUF file's metadata; the keywords are what only its tensors tell.
-
-        tied: there is no output.weight. vocab_size: rows of the embedding. rope_divisors: rope_freqs.weight.
-        Raises UnsupportedModel (one line naming what is not supported) or CheckpointError.
-        """
-        from engine.checkpoint.gguf_config import config_from_gguf
-
-        return config_from_gguf(metadata, tied=tied, vocab_size=vocab_size, rope_divisors=rope_divisors)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads back to an equal config."""

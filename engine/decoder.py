@@ -26,7 +26,7 @@ from engine.events import Event, Finished, Note, Prefilled, PrefillProgress
 from engine.meter import Reading
 from engine.reply import Reply
 from engine.sampling import Sampling, sample
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 EVENT_SECONDS = 0.01  # faster decode steps share an event: at most about 100 a second
 

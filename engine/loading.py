@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engine.backends.base import Backend
-from engine.catalog import CATALOG, EMBEDDED_DEFAULT, GPU_DEFAULT, find
-from engine.chat_template import ChatTemplate, Message
 from engine.decoder import DecodeOptions, Decoder
-from engine.disk import human_bytes
 from engine.drafting.base import Drafter
 from engine.drafting.ngram import NgramDrafter
 from engine.errors import BackendError, DeviceOutOfMemory, DrafterError, ModelNotFound, UsageError
 from engine.events import Event, Note
-from engine.hardware import Bandwidth, gpu_bandwidth, physical_memory, streaming_bandwidth
-from engine.library import packed_models, resolve
-from engine.packed import PackedModel
-from engine.paths import cache_dir
+from engine.files.disk import human_bytes
+from engine.files.paths import cache_dir
+from engine.machine.hardware import Bandwidth, gpu_bandwidth, physical_memory, streaming_bandwidth
+from engine.packed.library import packed_models, resolve
+from engine.packed.model import PackedModel
+from engine.packed.tensors import tensor_shapes
 from engine.progress import Report, silent
 from engine.sampling import Sampling
-from engine.tensors import tensor_shapes
-from engine.tokenizer import Tokenizer
+from engine.sources.catalog import CATALOG, EMBEDDED_DEFAULT, GPU_DEFAULT, find
+from engine.text.chat_template import ChatTemplate, Message
+from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.library import PackedEntry
+    from engine.packed.library import PackedEntry
     from kernels.cuda.driver import Gpu
 
 BACKENDS = ("auto", "cuda", "cpu", "torch")

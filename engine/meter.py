@@ -16,7 +16,7 @@ from engine.events import Tokens
 if TYPE_CHECKING:  # the screen's first paint adds up readings, and does without numpy
     from engine.backends.base import ByteLedger
     from engine.config import ModelConfig
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
 
 def tensor_kind(name: str) -> str:

@@ -16,26 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from engine.catalog import CatalogEntry, WheelSource
-from engine.conversion import convert, describe, plan_storage
-from engine.disk import disk_errors, require_room
 from engine.errors import CheckpointError, FlintError, UnsupportedModel, UsageError
-from engine.fetch import Fetch, Fetched, LocalSource, Target, clean_name, fingerprint, identify, open_fetch
-from engine.library import NAME, clear_leftovers, entry_at, lock_path, packed_models, resolve
-from engine.locking import locked
-from engine.manifest import TEMPLATE_NAME, TOKENIZER_NAME, Quantization, Source
-from engine.matrix import GROUPS, Storage
-from engine.packed import PackedWriter
-from engine.paths import cache_dir, models_dir
+from engine.files.disk import disk_errors, require_room
+from engine.files.locking import locked
+from engine.files.paths import cache_dir, models_dir
+from engine.files.safetensors_file import DTYPES
+from engine.packed.conversion import convert, describe, plan_storage
+from engine.packed.library import NAME, clear_leftovers, entry_at, lock_path, packed_models
+from engine.packed.manifest import TEMPLATE_NAME, TOKENIZER_NAME, Quantization, Source
+from engine.packed.matrix import GROUPS, Storage
+from engine.packed.tensors import tensor_shapes
+from engine.packed.writer import PackedWriter
 from engine.progress import Progress, Report, check_cancelled, silent
-from engine.safetensors_file import DTYPES
-from engine.tensors import tensor_shapes
+from engine.sources.catalog import CatalogEntry, WheelSource
+from engine.sources.fetch import Fetch, Fetched, LocalSource, Target, clean_name, fingerprint, identify, open_fetch
 
 if TYPE_CHECKING:
     from engine.checkpoint import Checkpoint
     from engine.config import ModelConfig
-
-__all__ = ["PackOptions", "Plan", "pack", "packed_models", "plan", "resolve"]
 
 Bits = Literal[4, 8, 16]
 REQUEST_NAME = "request.json"
@@ -93,7 +91,7 @@ def pack(
     progress: Report = silent,
     cancel: threading.Event | None = None,
 ) -> Path:
-    """Pack the model that `spec` names (see `engine.fetch.identify`) and return its directory; at once if it is there.
+    """Pack the model that `spec` names (see `identify`) and return its directory; at once if it is there.
 
     Raises FlintError subclasses, one line and a hint each; Cancelled soon after `cancel` is set.
     """
@@ -237,8 +235,8 @@ def _write_tensors(
 
 def _text_files(checkpoint: Checkpoint) -> tuple[bytes, str | None]:
     """tokenizer.json and the chat template's source, read before the long part begins."""
-    from engine.chat_template import template_from_gguf, template_from_hf
-    from engine.gguf_tokenizer import tokenizer_from_gguf
+    from engine.text.chat_template import template_from_gguf, template_from_hf
+    from engine.text.gguf_tokenizer import tokenizer_from_gguf
 
     if checkpoint.directory is None:
         return tokenizer_from_gguf(checkpoint.metadata).to_str().encode(), template_from_gguf(checkpoint.metadata)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.events import FinishReason, Tokens, Usage
 from engine.meter import Reading
-from engine.tokenizer import StopStrings, TextStream, Tokenizer
+from engine.text.tokenizer import StopStrings, TextStream, Tokenizer
 
 
 class Reply:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.bench.conditions import Conditions
-from engine.disk import human_bytes
 from engine.errors import printable
-from engine.hardware import Bandwidth
-from engine.roofline import intensity, token_rate
-from engine.strict_json import Record
+from engine.files.disk import human_bytes
+from engine.files.strict_json import Record
+from engine.machine.hardware import Bandwidth
+from engine.machine.roofline import intensity, token_rate
 from flint_tui.bench_quick import BenchResult, BenchRow
 
 if TYPE_CHECKING:

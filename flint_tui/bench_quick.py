@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.errors import BackendError
 from engine.events import Finished, Usage
-from engine.paths import data_dir
+from engine.files.paths import data_dir
 from engine.sampling import Sampling
 from flint_tui.engine_door import ChatEngine, TurnOptions
 from flint_tui.live import EngineFacts, Mode

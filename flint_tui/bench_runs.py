@@ -16,9 +16,9 @@ from engine.bench.conditions import Conditions, conditions
 from engine.bench.gguf_peer import find_gguf, gguf_bytes_per_token
 from engine.bench.workload import prompt_ids
 from engine.errors import BackendError, Cancelled
-from engine.hardware import gpu_bandwidth, streaming_bandwidth
 from engine.loading import open_model
-from engine.tokenizer import Tokenizer
+from engine.machine.hardware import gpu_bandwidth, streaming_bandwidth
+from engine.text.tokenizer import Tokenizer
 from flint_tui.bench_quick import BenchResult, BenchRow, BenchStore, quick_bench
 from flint_tui.engine_door import OpenedEngine
 from kernels.cpu.threads import default_threads

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from engine.errors import FlintError
-from engine.paths import data_dir
+from engine.files.paths import data_dir
 
 SAVE_INTERVAL_S = 0.5
 VERSION = 1

@@ -37,8 +37,8 @@ class LocalShelf:
     """The models of this machine and flint's catalogue."""
 
     def models(self) -> list[Model]:
-        from engine.catalog import CATALOG
-        from engine.library import packed_models
+        from engine.packed.library import packed_models
+        from engine.sources.catalog import CATALOG
 
         packed = packed_models()
         rows = [Model(e.identifier, e.name, e.variant, e.bytes, True, e.manifest.license) for e in packed]
@@ -51,7 +51,7 @@ class LocalShelf:
         return rows
 
     def pack(self, identifier: str, report: Callable[[Progress], None], cancel: threading.Event) -> str:
-        from engine.library import entry_at
+        from engine.packed.library import entry_at
         from engine.packing import pack
 
         return entry_at(pack(identifier, progress=report, cancel=cancel)).identifier

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from engine.disk import human_bytes
+from engine.files.disk import human_bytes
 from engine.progress import Progress, Report, Stage
 
 TITLES: dict[Stage, str] = {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from engine.roofline import Ceiling, Roofline, attainable
+from engine.machine.roofline import Ceiling, Roofline, attainable
 
 COLOURS = ("#8fb3d9", "#86b98a", "#e0b25c", "#ff9142")  # bf16, int8, int4, as packed
 ROOF, TEXT, MUTED, GRID, BACKGROUND = "#8592a1", "#d5dae1", "#8592a1", "#2a333e", "#101419"

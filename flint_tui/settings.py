@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from engine.errors import FlintError
-from engine.paths import config_dir
+from engine.files.paths import config_dir
 
 
 class SettingsError(FlintError):

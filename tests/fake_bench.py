@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.chat_template import ChatTemplate
 from engine.decoder import Decoder
 from engine.loading import Engine
-from engine.packed import PackedModel
-from engine.tokenizer import Tokenizer
+from engine.packed.model import PackedModel
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from tests.fake_backend import FakeBackend, FakeLoopBackend
 from tests.synthetic import small_config, write_random_packed
 

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from engine.config import ModelConfig, RopeDivisors
-from engine.tensors import tensor_shapes
+from engine.packed.tensors import tensor_shapes
 from tests.synthetic import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_level_alphabet
 
 # Byte offsets of the fp16 scales in a block; the rest of a block may be any bytes.

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from engine.config import Family, Llama3RopeScaling, ModelConfig
-from engine.quantize import to_bf16
-from engine.safetensors_file import header
-from engine.tensors import tensor_shapes
+from engine.files.safetensors_file import header
+from engine.packed.quantize import to_bf16
+from engine.packed.tensors import tensor_shapes
 from tests.synthetic import CHAT_TEMPLATE, byte_tokenizer, small_config
 
 _DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "int32": "I32", "int64": "I64", "uint8": "U8"}

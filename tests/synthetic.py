@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from engine.config import Family, Llama3RopeScaling, ModelConfig
-from engine.manifest import Quantization, Source
-from engine.matrix import GROUPS, Matrix, Storage
-from engine.packed import PackedWriter
-from engine.quantize import pack_nibbles, quantize_bf16
-from engine.tensors import tensor_shapes
+from engine.packed.manifest import Quantization, Source
+from engine.packed.matrix import GROUPS, Matrix, Storage
+from engine.packed.quantize import pack_nibbles, quantize_bf16
+from engine.packed.tensors import tensor_shapes
+from engine.packed.writer import PackedWriter
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from engine.catalog import WheelSource
+from engine.sources.catalog import WheelSource
 
 FILE_NAME = "tiny_model-1.0-py3-none-any.whl"
 

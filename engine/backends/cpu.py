@@ -20,10 +20,10 @@ import numpy as np
 from engine.backends.base import ByteLedger, StepOutput, TokenBatch
 from engine.config import ModelConfig
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
-from engine.matrix import Matrix
+from engine.files.paths import cache_dir
 from engine.meter import step_ledger, tensor_kind
-from engine.packed import PackedModel
-from engine.paths import cache_dir
+from engine.packed.matrix import Matrix
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels import native
 from kernels.cpu.threads import default_threads

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.torch_reference import TorchReference
-from engine.matrix import Matrix
-from engine.packed import PackedModel
-from engine.quantize import dequantize, unpack_nibbles
+from engine.packed.matrix import Matrix
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize, unpack_nibbles
 
 ROWS = 16  # torch packs rows in multiples of this
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Literal
 from engine.backends.base import ByteLedger, StepOutput, TokenBatch
 from engine.config import ModelConfig
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
+from engine.files.paths import cache_dir
 from engine.meter import step_ledger
-from engine.packed import PackedModel
-from engine.paths import cache_dir
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels.build import CompileError
 from kernels.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, Gpu, GpuUnavailable, NotResident

@@ -24,8 +24,8 @@ from engine.backends.base import ByteLedger, StepOutput
 from engine.config import ModelConfig
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
 from engine.meter import step_ledger
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 
 FIRST_CAPACITY = 256  # positions; then it doubles, so that a long conversation is copied log2 times
 CHUNK_SCORE_BYTES = 64 << 20  # one layer's attention scores in a chunk of the prefill
@@ -84,7 +84,7 @@ class TorchReference:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        """`tensor(name)` returns a float tensor by its canonical name (engine/packed.py): matrices [out, in]."""
+        """`tensor(name)` returns a float tensor by its canonical name (engine/packed/model.py): matrices [out, in]."""
         self.config = config
         self.context_size = context_size
         self.device = torch.device(device)

@@ -20,7 +20,7 @@ from typing import Any
 
 from engine.bench.privacy import Scrubber
 from engine.errors import ArchiveError, CheckpointError, DiskFull
-from engine.strict_json import parse_object
+from engine.files.strict_json import parse_object
 
 FORMAT_VERSION = 1
 PARTS = ("manifest", "environment", "quick", "compare")

@@ -14,9 +14,9 @@ from engine.bench.arms import Arm
 from engine.bench.clocks import snapshot
 from engine.bench.gate import Gate, Reference, check
 from engine.errors import BackendError, printable
-from engine.hardware import Bandwidth
+from engine.files.strict_json import Record
+from engine.machine.hardware import Bandwidth
 from engine.statistics import ROUNDS, Comparison, compare, summarise
-from engine.strict_json import Record
 
 Launch = Callable[[Arm, dict[str, Any]], dict[str, Any]]
 Watch = Callable[[str], None]

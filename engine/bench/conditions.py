@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from engine.hardware import Bandwidth
 from engine.loading import Engine
+from engine.machine.hardware import Bandwidth
 
 GPU_BUFFER_BYTES = 4 << 30
 
@@ -79,7 +79,7 @@ def parameters(config: Any) -> int:
     """Weights of all matrices, an embedding that is also the head counted once."""
     import math
 
-    from engine.tensors import tensor_shapes
+    from engine.packed.tensors import tensor_shapes
 
     return sum(math.prod(shape) for shape in tensor_shapes(config).values() if len(shape) == 2)
 

@@ -22,10 +22,10 @@ from engine.backends.cpu import native_library
 from engine.bench.arms import LLAMA_WORKER
 from engine.bench.environment import commit
 from engine.bench.workload import prompt_ids
-from engine.hardware import processor
-from engine.packed import PackedModel
+from engine.machine.hardware import processor
+from engine.packed.model import PackedModel
 from engine.statistics import ROUNDS, Summary, compare, summarise
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from kernels.cpu.threads import default_threads
 
 PROMPT, LONG_PROMPT, TOKENS, CONTEXT = 36, 512, 129, 2048

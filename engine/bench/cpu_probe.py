@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.backends.cpu import CpuBackend, native_library
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels import native
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from engine.bench.clocks import snapshot
 
 if TYPE_CHECKING:
-    from engine.machine import Report
+    from engine.machine.capabilities import Report
 
 PACKAGES = ("numpy", "tokenizers", "transformers", "gguf", "accelerate", "llama_cpp_python", "triton")
 GPU_FIELDS = ("name", "memory_bytes", "sm_count", "capability", "l2_bytes", "peak_bytes_per_second")
 
 
 def environment(report: Report) -> dict[str, Any]:
-    """Of `engine.machine.inspect`'s report: no folder, no host, no user, no serial number, no process."""
+    """Of `engine.machine.capabilities.inspect`'s report: no folder, no host, no user, no serial number, no process."""
     processor = report.processor
     return {
         "flint": report.flint,

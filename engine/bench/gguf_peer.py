@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from engine.config import ModelConfig
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 
 
 def find_gguf(model: PackedModel, given: Path | None) -> tuple[Path | None, str]:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.matrix import Matrix
-from engine.packed import PackedModel
-from engine.quantize import dequantize, unpack_nibbles
+from engine.packed.matrix import Matrix
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize, unpack_nibbles
 
 ZERO_CODE = 8  # torch's operator computes (q - 8) * scale + zero
 

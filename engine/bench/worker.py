@@ -83,7 +83,7 @@ def _reference(request: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from engine.backends.torch_reference import TorchReference
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
     torch.set_num_threads(request["threads"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -166,7 +166,7 @@ def _transformers(request: dict[str, Any]) -> dict[str, Any]:
 
 def _torch_int4(request: dict[str, Any], compiled: bool) -> dict[str, Any]:
     from engine.bench.torch_int4 import Int4Decoder
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
     decoder = Int4Decoder(PackedModel.open(Path(request["model"])), request["context"], compiled=compiled)
     ids, seconds = decoder.decode(request["prompt"], request["tokens"])

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 def text_path() -> Path:

@@ -1,4 +1,4 @@
-"""What every checkpoint reader offers: the canonical tensors of engine/tensors.py, one at a time."""
+"""What every checkpoint reader offers: the canonical tensors of engine/packed/tensors.py, one at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.matrix import Matrix, Storage
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Matrix, Storage
+from engine.packed.tensors import tensor_shapes
 
 
 class Checkpoint(ABC):

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import GROUPS, Matrix, Storage
-from engine.quantize import from_bf16, unpack_nibbles
+from engine.packed.matrix import GROUPS, Matrix, Storage
+from engine.packed.quantize import from_bf16, unpack_nibbles
 
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 

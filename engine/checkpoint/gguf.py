@@ -15,9 +15,9 @@ from engine.checkpoint.gguf_config import config_from_gguf
 from engine.checkpoint.gguf_file import GgufFile
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import Matrix, Storage, all_finite
-from engine.quantize import dequantize
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Matrix, Storage, all_finite
+from engine.packed.quantize import dequantize
+from engine.packed.tensors import tensor_shapes
 
 _TOP = {"token_embd.weight": "embed", "output_norm.weight": "final_norm", "output.weight": "head"}
 _LAYER = {

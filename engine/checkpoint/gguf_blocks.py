@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.checkpoint.gguf_file import BLOCKS
-from engine.matrix import Matrix, Storage
-from engine.quantize import each_chunk
+from engine.packed.matrix import Matrix, Storage
+from engine.packed.quantize import each_chunk
 
 # Types whose codes the packed format holds as they are. Q4_K's products d sc and dmin m are rounded to fp16.
 STORAGE = {

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.safetensors_file import map_file, release
+from engine.files.safetensors_file import map_file, release
 
 # Block layout of the types that flint reads: (weights per block, bytes per block).
 BLOCKS = {

@@ -13,11 +13,11 @@ from engine.checkpoint.compressed_tensors import SUFFIXES, PackedWeight, check_q
 from engine.checkpoint.hf_config import config_from_hf
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import Matrix, Storage, all_finite
-from engine.quantize import from_bf16
-from engine.safetensors_file import SafetensorsFile
-from engine.strict_json import Record, parse_object
-from engine.tensors import tensor_shapes
+from engine.files.safetensors_file import SafetensorsFile
+from engine.files.strict_json import Record, parse_object
+from engine.packed.matrix import Matrix, Storage, all_finite
+from engine.packed.quantize import from_bf16
+from engine.packed.tensors import tensor_shapes
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.backends.torch_reference import rms_norm, rotate
 from engine.config import ModelConfig
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 
 
 def load_float_weights(model: PackedModel, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -24,8 +24,9 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.drafting.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from engine.errors import DrafterError, UsageError
-from engine.packed import Matrix, PackedModel
-from engine.quantize import dequantize, quantize_int8
+from engine.packed.matrix import Matrix
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize, quantize_int8
 
 FORMAT = "flint-eagle-1"
 GROUP = 32

@@ -19,8 +19,8 @@ from engine.drafting.base import Draft
 from engine.drafting.checkpoint import load_drafter
 from engine.drafting.eagle_head import EagleHead
 from engine.errors import DrafterError
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 from engine.sampling import Sampling, probabilities
 
 Embed = Callable[[Sequence[int]], np.ndarray]

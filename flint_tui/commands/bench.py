@@ -207,7 +207,7 @@ def reproduce(
     from engine.bench.conditions import utc_now
     from engine.bench.environment import environment
     from engine.errors import ArchiveError
-    from engine.machine import inspect
+    from engine.machine.capabilities import inspect
     from flint_tui.bench_panel import quick_json
     from flint_tui.bench_runs import run_compare, run_quick
 

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from engine.machine import Processor, Report
+    from engine.machine.capabilities import Processor, Report
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +22,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
     Exits with 1 when none will.
     """
-    from engine.machine import inspect
+    from engine.machine.capabilities import inspect
 
     report = inspect(lambda line: typer.echo(line, err=True))
     if as_json:
@@ -112,7 +112,7 @@ def _cuda(report: Report) -> str:
 
 
 def _models(report: Report) -> str:
-    from engine.disk import human_bytes
+    from engine.files.disk import human_bytes
 
     packed = f"{report.models} packed, {human_bytes(report.models_bytes)}" if report.models else "none packed yet"
     return f"{packed} · {report.cache_dir} ({human_bytes(report.cache_free_bytes)} free)"

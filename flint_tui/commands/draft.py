@@ -207,9 +207,9 @@ def _table(rows, title: str) -> None:
 
 
 def _open(model: str | None):
-    from engine.chat_template import ChatTemplate
     from engine.loading import open_model
-    from engine.tokenizer import Tokenizer
+    from engine.text.chat_template import ChatTemplate
+    from engine.text.tokenizer import Tokenizer
 
     packed = open_model(model)
     tokenizer = Tokenizer.from_packed(packed)

@@ -11,7 +11,7 @@ from flint_tui.commands.chat import BackendChoice
 
 if TYPE_CHECKING:
     from engine.evaluation import Divergence, Perplexity, Window
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
 evaluate = typer.Typer(no_args_is_help=True, help="Quality of a packed model: perplexity, and KL divergence.")
 
@@ -160,7 +160,7 @@ def _ids(packed: PackedModel, text: Path | None, tokens: int | None, bos: bool) 
     """(token ids, the text's name)."""
     from engine.bench.workload import text_path
     from engine.errors import UsageError
-    from engine.tokenizer import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
     path = text or text_path()
     try:
@@ -193,8 +193,8 @@ def _require_same_text(
 def _reference(tested: PackedModel, against: str | None) -> PackedModel:
     """A packing as it is; a checkpoint packed as bf16, so that nothing but the quantisation differs."""
     from engine.errors import ModelNotFound, UsageError
-    from engine.library import resolve
-    from engine.packed import PackedModel
+    from engine.packed.library import resolve
+    from engine.packed.model import PackedModel
     from engine.packing import PackOptions, pack
     from flint_tui.pack_progress import show_progress
 

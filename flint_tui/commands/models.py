@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from engine.catalog import CatalogEntry
-    from engine.library import BrokenEntry, PackedEntry
+    from engine.packed.library import BrokenEntry, PackedEntry
+    from engine.sources.catalog import CatalogEntry
 
 models = typer.Typer(name="models", help="List, inspect, verify and remove packed models.")
 
@@ -28,8 +28,8 @@ def main(context: typer.Context, as_json: AsJson = False) -> None:
 @models.command("list")
 def list_models(as_json: AsJson = False) -> None:
     """What is packed on this machine, newest first, and what can be packed."""
-    from engine.catalog import CATALOG
-    from engine.library import scan
+    from engine.packed.library import scan
+    from engine.sources.catalog import CATALOG
 
     packed, broken = scan()
     names = {entry.name for entry in packed}
@@ -52,9 +52,9 @@ def list_models(as_json: AsJson = False) -> None:
 @models.command()
 def show(name: Annotated[str, typer.Argument(help="NAME or NAME/VARIANT.")], as_json: AsJson = False) -> None:
     """The essentials of one model: shape, quantisation, source, licence, files."""
-    from engine.catalog import find
     from engine.errors import ModelNotFound
-    from engine.library import lookup
+    from engine.packed.library import lookup
+    from engine.sources.catalog import find
 
     try:
         entry = lookup(name)
@@ -74,8 +74,8 @@ def verify(
 ) -> None:
     """Read every file of packed models again and compare its sha256; exit 1 if one is damaged."""
     from engine.errors import FlintError
-    from engine.library import lookup, scan
-    from engine.packed import PackedModel
+    from engine.packed.library import lookup, scan
+    from engine.packed.model import PackedModel
 
     if names:
         entries, broken = [lookup(name) for name in names], []
@@ -110,9 +110,9 @@ def remove(
     as_json: AsJson = False,
 ) -> None:
     """Delete packed models; asks first."""
-    from engine.disk import human_bytes
     from engine.errors import UsageError
-    from engine.library import remove as remove_directory
+    from engine.files.disk import human_bytes
+    from engine.packed.library import remove as remove_directory
 
     chosen = [_removable(name) for name in names]
     if not yes:
@@ -141,7 +141,7 @@ def _is_terminal() -> bool:
 def _removable(name: str) -> PackedEntry | BrokenEntry:
     """What `rm NAME` means: one directory, sound or broken. A name with several variants is not enough."""
     from engine.errors import UsageError
-    from engine.library import lookup, scan
+    from engine.packed.library import lookup, scan
 
     packed, broken = scan()
     wanted = name.lower()
@@ -185,7 +185,7 @@ def _catalog_json(entry: CatalogEntry) -> dict[str, Any]:
 
 
 def _print_packed(packed: list[PackedEntry], broken: list[BrokenEntry]) -> None:
-    from engine.disk import human_bytes
+    from engine.files.disk import human_bytes
 
     if packed:
         typer.echo("Packed, newest first")
@@ -200,14 +200,14 @@ def _print_packed(packed: list[PackedEntry], broken: list[BrokenEntry]) -> None:
 
 
 def _catalog_row(entry: CatalogEntry) -> tuple[str, ...]:
-    from engine.disk import human_bytes
+    from engine.files.disk import human_bytes
 
     licence = f"{entry.licence}{' (gated)' if entry.gated else ''}"
     return (entry.name, human_bytes(entry.download_bytes), licence, entry.origin)
 
 
 def _show_catalog(entry: CatalogEntry, as_json: bool) -> None:
-    from engine.disk import human_bytes
+    from engine.files.disk import human_bytes
 
     if as_json:
         _echo_json(_catalog_json(entry) | {"packed": False})
@@ -226,7 +226,7 @@ def _show_catalog(entry: CatalogEntry, as_json: bool) -> None:
 
 
 def _show_packed(entry: PackedEntry, as_json: bool) -> None:
-    from engine.disk import human_bytes
+    from engine.files.disk import human_bytes
 
     manifest, config = entry.manifest, entry.manifest.config
     if as_json:

@@ -58,7 +58,7 @@ def _pack(model: str, options: PackOptions, as_json: bool) -> None:
     import json
     import time
 
-    from engine.library import entry_at
+    from engine.packed.library import entry_at
     from engine.packing import pack as run
     from flint_tui.pack_progress import show_progress
 
@@ -118,7 +118,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def _plan_lines(plan: Plan) -> list[str]:
-    from engine.disk import human_bytes
+    from engine.files.disk import human_bytes
 
     title = f"{plan.name}/{plan.variant}" if plan.variant else plan.name
     if plan.existing:

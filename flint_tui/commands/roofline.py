@@ -15,7 +15,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from engine.roofline import Ceiling, Machine, Roofline, Workload
+    from engine.machine.roofline import Ceiling, Machine, Roofline, Workload
 
 DEFAULT_CONTEXT = 4096
 
@@ -46,7 +46,7 @@ def roofline(
     Without --gpu or --bandwidth: this machine.
     """
     from engine.errors import UsageError
-    from engine.roofline import roofline as compute
+    from engine.machine.roofline import roofline as compute
 
     if ctx < 0:
         raise UsageError(f"--ctx {ctx} is negative")
@@ -65,10 +65,10 @@ def roofline(
 
 
 def _workload(model: str | None) -> Workload:
-    from engine.catalog import EMBEDDED_DEFAULT, find
     from engine.errors import ModelNotFound
-    from engine.library import packed_models, resolve
-    from engine.shapes import known_workload
+    from engine.machine.shapes import known_workload
+    from engine.packed.library import packed_models, resolve
+    from engine.sources.catalog import EMBEDDED_DEFAULT, find
 
     if model is None:
         newest = next(iter(packed_models()), None)
@@ -85,9 +85,9 @@ def _workload(model: str | None) -> Workload:
 
 
 def _packed(directory: Path) -> Workload:
+    from engine.machine.roofline import workload
     from engine.meter import packed_weight_bytes
-    from engine.packed import PackedModel
-    from engine.roofline import workload
+    from engine.packed.model import PackedModel
 
     packed = PackedModel.open(directory)
     return workload(packed.manifest.name, packed.config, (packed.manifest.variant, packed_weight_bytes(packed)))
@@ -96,9 +96,9 @@ def _packed(directory: Path) -> Workload:
 def _checkpoint(path: Path) -> Workload:
     """A GGUF file, or config.json in a folder with or without weights beside it."""
     from engine.checkpoint import open_checkpoint
-    from engine.config import ModelConfig
+    from engine.checkpoint.hf_config import config_from_hf
     from engine.errors import CheckpointError
-    from engine.roofline import workload
+    from engine.machine.roofline import workload
 
     config_file = path / "config.json" if path.is_dir() else path
     if config_file.name != "config.json":
@@ -110,13 +110,13 @@ def _checkpoint(path: Path) -> Workload:
         raise CheckpointError(f"{config_file}: cannot be read ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{config_file}: not a JSON object")
-    return workload(config_file.resolve().parent.name, ModelConfig.from_hf(raw))
+    return workload(config_file.resolve().parent.name, config_from_hf(raw))
 
 
 def _machine(gpu: str | None, bandwidth: float | None, flops: float | None) -> Machine:
-    from engine.datasheets import datasheet
     from engine.errors import UsageError
-    from engine.roofline import Machine
+    from engine.machine.datasheets import datasheet
+    from engine.machine.roofline import Machine
 
     for name, value in (("--bandwidth", bandwidth), ("--flops", flops)):
         if value is not None and not 0 < value < 1e9:
@@ -136,10 +136,10 @@ def _machine(gpu: str | None, bandwidth: float | None, flops: float | None) -> M
 
 def _this_machine() -> Machine:
     from engine.backends.cuda import find_gpu
-    from engine.datasheets import recognise
     from engine.errors import BackendError
-    from engine.hardware import gpu_bandwidth, processor, streaming_bandwidth
-    from engine.roofline import Machine
+    from engine.machine.datasheets import recognise
+    from engine.machine.hardware import gpu_bandwidth, processor, streaming_bandwidth
+    from engine.machine.roofline import Machine
 
     try:
         gpu = find_gpu()

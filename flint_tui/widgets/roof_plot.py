@@ -26,7 +26,7 @@ class RoofPlot(PlotextPlot):
     _spans: tuple[tuple[float, float], tuple[float, float]] | None = None  # of both axes, in their units
 
     def show(self, points: Sequence[RoofPoint], peak_gb_s: float | None, peak_source: str) -> None:
-        from engine.roofline import token_rate
+        from engine.machine.roofline import token_rate
 
         plot = self.plt
         plot.clear_data()

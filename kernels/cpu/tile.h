@@ -55,7 +55,7 @@ struct Tiles {
     const uint8_t* tile(int index) const { return data + index * stride; }
 };
 
-// A matrix in flint's packed format (engine/packed.py), as it arrives.
+// A matrix in flint's packed format (engine/packed/model.py), as it arrives.
 struct PackedMatrix {
     int32_t format;  // Format
     int32_t rows, cols, group;

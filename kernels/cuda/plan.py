@@ -60,7 +60,7 @@ class KernelDims:
 
 
 class StoredMatrix(Protocol):
-    """A weight matrix [n, k] as engine/packed.py stores it."""
+    """A weight matrix [n, k] as engine/packed/model.py stores it."""
 
     @property
     def format(self) -> Any: ...  # "int4", "int8" or "bf16"

@@ -57,7 +57,7 @@ class _Tiles(ctypes.Structure):
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """The embedding [vocab, hidden] as packed (engine/packed.py), on the device; format: a key of FORMAT_CODES."""
+    """The embedding [vocab, hidden] as packed, on the device; format: a key of FORMAT_CODES."""
 
     format: str
     group: int  # 0 for bf16
@@ -116,7 +116,7 @@ class Prefill:
         inverse_frequencies: Tensor,
         module: Module,
     ) -> None:
-        """vectors: norms by canonical name (engine/packed.py); they and inverse_frequencies [head_dim / 2] are float32
+        """vectors: norms by canonical name; they and inverse_frequencies [head_dim / 2] are float32
         on the device. module: the loaded cubin of SOURCE. Raises ValueError for a head_dim not in HEAD_DIMS."""
         import torch
 

@@ -1,4 +1,4 @@
-// Reads weights as float32 or fp16: rows of the embedding as packed (engine/packed.py), and whole matrices out of the
+// Reads weights as float32 or fp16: rows of the embedding as packed (engine/packed/model.py), and whole matrices out of the
 // tiles that the decode kernel streams (gemv.cuh draws them).
 #pragma once
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ float half_of(unsigned word, int i) {
 
 // ---- rows as packed
 
-// One matrix [n, k] as engine/packed.py stores it; mirrored by prefill.py.
+// One matrix [n, k] as engine/packed/model.py stores it; mirrored by prefill.py.
 struct PackedRows {
     const void* q;          // int4: u32 [n, k/8], k = 8j in the low nibble; int8: s8 [n, k]; bf16: [n, k]
     const __half* scale;    // [n, k/group]; null for bf16

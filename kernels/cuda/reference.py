@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True)
 class RandomMatrix:
-    """A matrix in the packed format (engine/packed.py), as tensors."""
+    """A matrix in the packed format (engine/packed/model.py), as tensors."""
 
     format: str
     n: int

@@ -1,4 +1,4 @@
-// Copies a matrix from the packed format (engine/packed.py) to the tiles and units of gemv.cuh. Runs once, at load.
+// Copies a matrix from the packed format (engine/packed/model.py) to the tiles and units of gemv.cuh. Runs once, at load.
 //
 // A tile's first 8 rows come from `low`, its last 8 from `high`: two halves of one matrix, or gate and up.
 

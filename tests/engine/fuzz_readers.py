@@ -24,10 +24,10 @@ from pathlib import Path
 from types import FrameType
 
 from engine.checkpoint import open_checkpoint
-from engine.conversion import convert, plan_storage
 from engine.errors import FlintError
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.conversion import convert, plan_storage
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 
 MEMORY_BYTES = 256 << 20
 SECONDS_PER_CASE = 10

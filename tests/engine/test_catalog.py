@@ -1,11 +1,20 @@
-"""engine/catalog.py: what flint knows by name."""
+"""engine/sources/catalog.py: what flint knows by name."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.catalog import CATALOG, EMBEDDED_DEFAULT, GPU_DEFAULT, HubSource, WheelSource, find, near_matches, not_found
-from engine.library import NAME
+from engine.packed.library import NAME
+from engine.sources.catalog import (
+    CATALOG,
+    EMBEDDED_DEFAULT,
+    GPU_DEFAULT,
+    HubSource,
+    WheelSource,
+    find,
+    near_matches,
+    not_found,
+)
 
 
 def test_every_entry_is_complete() -> None:

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from engine.chat_template import (
+from engine.errors import ChatTemplateError, CheckpointError
+from engine.text.chat_template import (
     FALLBACK_STOP_STRINGS,
     ChatTemplate,
     Message,
     template_from_gguf,
     template_from_hf,
 )
-from engine.errors import ChatTemplateError, CheckpointError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.engine.hard_strings import HANDWRITTEN, SURROGATES
 from tests.synthetic import byte_tokenizer
 
@@ -138,7 +138,7 @@ def test_a_template_can_refuse_a_conversation() -> None:
 
 @pytest.mark.real_model
 def test_smollm2_chats_have_the_ids_of_transformers(smollm2: Path) -> None:
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
     packed = PackedModel.open(smollm2)
     tokenizer = Tokenizer.from_packed(packed)

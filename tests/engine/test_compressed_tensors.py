@@ -13,9 +13,9 @@ from engine.checkpoint import open_checkpoint
 from engine.checkpoint.compressed_tensors import PackedWeight
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import Storage
-from engine.quantize import dequantize, from_bf16, pack_nibbles, to_bf16
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Storage
+from engine.packed.quantize import dequantize, from_bf16, pack_nibbles, to_bf16
+from engine.packed.tensors import tensor_shapes
 from tests.hugging_face_folders import config_json, hf_module, random_tensors, write_folder
 from tests.synthetic import small_config
 

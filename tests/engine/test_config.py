@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.checkpoint.gguf_config import config_from_gguf
+from engine.checkpoint.hf_config import config_from_hf
 from engine.config import Llama3RopeScaling, ModelConfig, RopeDivisors
 from engine.errors import CheckpointError, UnsupportedModel
 from tests.synthetic import small_config
@@ -116,7 +118,7 @@ GGUF_GRANITE = {
 
 
 def test_granite_from_config_json() -> None:
-    config = ModelConfig.from_hf(GRANITE)
+    config = config_from_hf(GRANITE)
     assert (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads) == (2560, 40, 40, 8)
     assert (config.head_dim, config.q_size, config.kv_size) == (64, 2560, 512)
     assert (config.embedding_multiplier, config.attention_multiplier) == (12.0, 0.015625)
@@ -127,11 +129,11 @@ def test_granite_from_config_json() -> None:
 
 
 def test_gguf_metadata_gives_the_same_granite_as_config_json() -> None:
-    assert ModelConfig.from_gguf(GGUF_GRANITE) == ModelConfig.from_hf(GRANITE)
+    assert config_from_gguf(GGUF_GRANITE) == config_from_hf(GRANITE)
 
 
 def test_llama_from_config_json() -> None:
-    config = ModelConfig.from_hf(LLAMA)
+    config = config_from_hf(LLAMA)
     assert config.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert config.attention_multiplier == 64**-0.5
@@ -141,27 +143,27 @@ def test_llama_from_config_json() -> None:
 def test_transformers_5_spelling_of_rope_is_the_same_model() -> None:
     new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA["rope_scaling"]}
-    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(LLAMA)
+    assert config_from_hf(new) == config_from_hf(LLAMA)
 
 
 def test_mistral_from_config_json() -> None:
-    config = ModelConfig.from_hf(MISTRAL)
+    config = config_from_hf(MISTRAL)
     assert (config.head_dim, config.rope_theta, config.tie_word_embeddings) == (128, 1e6, False)
 
 
 def test_qwen3_has_head_norms_and_its_own_query_width() -> None:
-    config = ModelConfig.from_hf(QWEN3)
+    config = config_from_hf(QWEN3)
     assert config.qk_norm
     assert (config.q_size, config.hidden_size) == (2048, 1024)
 
 
 def test_stop_tokens_of_both_files_are_merged_in_order_without_repeats() -> None:
-    config = ModelConfig.from_hf(QWEN3, {"eos_token_id": [151645, 151643]})
+    config = config_from_hf(QWEN3, {"eos_token_id": [151645, 151643]})
     assert config.eos_token_ids == (151645, 151643)
 
 
 def test_a_config_without_eos_reads_as_having_none() -> None:
-    assert ModelConfig.from_hf({**MISTRAL, "eos_token_id": None}).eos_token_ids == ()
+    assert config_from_hf({**MISTRAL, "eos_token_id": None}).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -183,18 +185,18 @@ def test_a_config_without_eos_reads_as_having_none() -> None:
 )
 def test_what_flint_cannot_decode_is_named(base: dict[str, Any], change: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match="not supported") as error:
-        ModelConfig.from_hf({**base, **change})
+        config_from_hf({**base, **change})
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_mistral_v01_without_a_window_key_has_the_class_default_window() -> None:
     with pytest.raises(UnsupportedModel, match="sliding_window"):
-        ModelConfig.from_hf({key: value for key, value in MISTRAL.items() if key != "sliding_window"})
+        config_from_hf({key: value for key, value in MISTRAL.items() if key != "sliding_window"})
 
 
 def test_a_window_that_covers_the_context_does_not_matter() -> None:
-    assert ModelConfig.from_hf({**MISTRAL, "sliding_window": 32768}).max_position_embeddings == 32768
+    assert config_from_hf({**MISTRAL, "sliding_window": 32768}).max_position_embeddings == 32768
 
 
 @pytest.mark.parametrize(
@@ -221,12 +223,12 @@ def test_a_window_that_covers_the_context_does_not_matter() -> None:
 )
 def test_malformed_config_json_names_the_key(change: dict[str, Any], key: str) -> None:
     with pytest.raises(CheckpointError, match=key):
-        ModelConfig.from_hf({**LLAMA, **change})
+        config_from_hf({**LLAMA, **change})
 
 
 def test_gguf_architecture_that_flint_cannot_decode_is_named() -> None:
     with pytest.raises(UnsupportedModel, match="'granitemoe'"):
-        ModelConfig.from_gguf({**GGUF_GRANITE, "general.architecture": "granitemoe"})
+        config_from_gguf({**GGUF_GRANITE, "general.architecture": "granitemoe"})
 
 
 @pytest.mark.parametrize(
@@ -241,15 +243,15 @@ def test_gguf_architecture_that_flint_cannot_decode_is_named() -> None:
 )
 def test_gguf_features_that_flint_cannot_decode_are_named(change: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModel, match=words):
-        ModelConfig.from_gguf({**GGUF_GRANITE, **change})
+        config_from_gguf({**GGUF_GRANITE, **change})
 
 
 def test_missing_or_mistyped_gguf_keys_are_named() -> None:
     for key in ("granite.block_count", "granite.attention.layer_norm_rms_epsilon"):
         with pytest.raises(CheckpointError, match=key):
-            ModelConfig.from_gguf({k: v for k, v in GGUF_GRANITE.items() if k != key})
+            config_from_gguf({k: v for k, v in GGUF_GRANITE.items() if k != key})
         with pytest.raises(CheckpointError, match=key):
-            ModelConfig.from_gguf({**GGUF_GRANITE, key: "ten"})
+            config_from_gguf({**GGUF_GRANITE, key: "ten"})
 
 
 def test_gguf_stop_tokens_include_every_special_end_token() -> None:
@@ -259,7 +261,7 @@ def test_gguf_stop_tokens_include_every_special_end_token() -> None:
         "tokenizer.ggml.token_type": [1, 3, 1, 3],  # the third is ordinary text
         "tokenizer.ggml.eos_token_id": 3,
     }
-    assert ModelConfig.from_gguf(metadata, vocab_size=100352).eos_token_ids == (3, 1)
+    assert config_from_gguf(metadata, vocab_size=100352).eos_token_ids == (3, 1)
 
 
 @pytest.mark.parametrize("family", ["granite", "llama", "mistral", "qwen3"])
@@ -290,7 +292,7 @@ def test_rope_frequencies_equal_transformers(scaled: bool) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = ModelConfig.from_hf(LLAMA if scaled else {**LLAMA, "rope_scaling": None})
+    config = config_from_hf(LLAMA if scaled else {**LLAMA, "rope_scaling": None})
     rope = dict(LLAMA["rope_scaling"]) if scaled else {"rope_type": "default"}
     shape: dict[str, Any] = {"hidden_size": 2048, "num_attention_heads": 32, "max_position_embeddings": 131072}
     oracle = LlamaRotaryEmbedding(LlamaConfig(**shape, rope_parameters={"rope_theta": 500000.0, **rope})).inv_freq
@@ -301,7 +303,7 @@ def test_rope_frequencies_equal_transformers(scaled: bool) -> None:
 
 def test_divisors_give_the_same_frequencies_as_the_parameters_they_came_from() -> None:
     """llama.cpp's converter turns llama3 scaling into one divisor per frequency; both spellings must agree."""
-    config = ModelConfig.from_hf(LLAMA)
+    config = config_from_hf(LLAMA)
     plain = dataclasses.replace(config, rope_scaling=None).rope_inverse_frequencies()
     divisors = (plain / config.rope_inverse_frequencies()).astype(np.float32)
     assert divisors.min() == 1.0

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from engine.checkpoint import open_checkpoint
-from engine.conversion import convert, describe, plan_storage
 from engine.errors import UnsupportedModel
-from engine.manifest import Quantization
-from engine.matrix import Storage
-from engine.quantize import dequantize, quantize_int4, quantize_int8
-from engine.safetensors_file import header
-from engine.tensors import tensor_shapes
+from engine.files.safetensors_file import header
+from engine.packed.conversion import convert, describe, plan_storage
+from engine.packed.manifest import Quantization
+from engine.packed.matrix import Storage
+from engine.packed.quantize import dequantize, quantize_int4, quantize_int8
+from engine.packed.tensors import tensor_shapes
 from tests.gguf_files import write_gguf
 from tests.hugging_face_folders import config_json, hf_module, random_tensors, write_folder
 from tests.synthetic import small_config
@@ -105,7 +105,7 @@ def test_rows_that_no_group_divides_are_refused_with_a_way_out(tmp_path: Path) -
 def test_conversion_in_pieces_is_the_quantisation_of_the_whole(
     tmp_path: Path, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.conversion._CHUNK_WEIGHTS", 7 * 256)
+    monkeypatch.setattr("engine.packed.conversion._CHUNK_WEIGHTS", 7 * 256)
     folder = write_folder(tmp_path, config_json(WIDE), [random_tensors(WIDE, "F32")])
     with open_checkpoint(folder) as checkpoint:
         importance = np.linspace(0.1, 2, 256, dtype=np.float32)
@@ -125,9 +125,9 @@ import sys
 sys.path.insert(0, {root!r})
 import numpy as np
 from engine.checkpoint import open_checkpoint
-from engine.conversion import convert, describe, plan_storage
-from engine.manifest import Source
-from engine.packed import PackedWriter
+from engine.packed.conversion import convert, describe, plan_storage
+from engine.packed.manifest import Source
+from engine.packed.writer import PackedWriter
 from tests.memory import peak_memory
 before = peak_memory()
 with open_checkpoint({folder!r}) as checkpoint:

@@ -22,8 +22,8 @@ from engine.backends.cpu import CpuBackend, native_library
 from engine.backends.torch_reference import TorchReference
 from engine.config import Family, ModelConfig
 from engine.errors import BackendError, ContextOverflow
-from engine.matrix import Storage
-from engine.packed import PackedModel
+from engine.packed.matrix import Storage
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling, sample
 from kernels import native
 from tests.synthetic import small_config, write_random_packed
@@ -369,7 +369,7 @@ def test_a_forked_child_can_go_on_and_so_can_its_parent(opened: Open) -> None:
 EXIT_SCRIPT = """
 import sys
 from engine.backends.cpu import CpuBackend
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 backend = CpuBackend(PackedModel.open(sys.argv[1]), threads=2)
 stream = backend.stream(1, sampling=Sampling(), max_tokens=10**6, stop_ids=frozenset(), history=[1])

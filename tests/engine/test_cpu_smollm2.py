@@ -14,10 +14,10 @@ import pytest
 import assets
 from engine.backends.cpu import CpuBackend
 from engine.backends.torch_reference import TorchReference
-from engine.chat_template import ChatTemplate
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real_model
 
@@ -149,7 +149,7 @@ def test_greedy_replies_follow_the_reference_on_twenty_prompts(pair: Pair) -> No
 MEMORY_SCRIPT = """
 import sys
 from engine.backends.cpu import CpuBackend
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from tests.memory import peak_memory
 

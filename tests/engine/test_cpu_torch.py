@@ -13,9 +13,9 @@ from engine import loading
 from engine.backends.cpu_torch import CpuTorch, PackedWeight
 from engine.backends.torch_reference import TorchReference
 from engine.config import Family
-from engine.matrix import Storage
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.matrix import Storage
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 from kernels import native
 from tests.synthetic import random_matrix, small_config, write_random_packed
 

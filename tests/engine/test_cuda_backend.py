@@ -18,7 +18,7 @@ from engine.backends import cuda
 from engine.backends.base import WholeLoop
 from engine.backends.cuda import COLUMNS, PASSES, CudaBackend, find_gpu
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaError, Driver, MappedMemory, Module, NotResident

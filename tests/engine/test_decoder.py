@@ -18,7 +18,7 @@ from engine.drafting.ngram import NgramDrafter
 from engine.errors import DrafterError
 from engine.events import Event, Finished, Note, Prefilled, PrefillProgress, Tokens
 from engine.sampling import Sampling, sample
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fake_backend import FakeBackend, FakeLoopBackend, hashed_logits
 from tests.synthetic import byte_tokenizer
 

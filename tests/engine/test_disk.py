@@ -1,4 +1,4 @@
-"""engine/disk.py: room on the disk."""
+"""engine/files/disk.py: room on the disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.disk import MARGIN_BYTES, disk_errors, human_bytes, require_room
 from engine.errors import DiskFull, FlintError
+from engine.files.disk import MARGIN_BYTES, disk_errors, human_bytes, require_room
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.datasheets import datasheet
+from engine.machine.datasheets import datasheet
+from engine.machine.roofline import intensity, ridge_point, token_rate
 from engine.meter import packed_weight_bytes, step_ledger
-from engine.packed import PackedModel
-from engine.roofline import intensity, ridge_point, token_rate
+from engine.packed.model import PackedModel
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "how-mbu-is-computed.md").read_text(encoding="utf-8")

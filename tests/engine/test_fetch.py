@@ -1,4 +1,4 @@
-"""engine/fetch.py: what a spec means."""
+"""engine/sources/fetch.py: what a spec means."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine import catalog
-from engine.catalog import CATALOG, HubSource, WheelSource
 from engine.errors import CheckpointError, ModelNotFound
-from engine.fetch import LocalSource, clean_name, fingerprint, identify, open_fetch
 from engine.progress import silent
+from engine.sources import catalog
+from engine.sources.catalog import CATALOG, HubSource, WheelSource
+from engine.sources.fetch import LocalSource, clean_name, fingerprint, identify, open_fetch
 
 
 def touch(path: Path, content: bytes = b"GGUF") -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.config import RopeDivisors
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from tests.engine.test_compressed_tensors import folder_of, quantised
 from tests.gguf_files import write_gguf
 from tests.hugging_face_folders import config_json, random_tensors, write_folder

@@ -17,10 +17,10 @@ from engine.checkpoint.gguf_blocks import STORAGE, dequantize_rows, repack
 from engine.checkpoint.gguf_file import BLOCKS, GgufFile
 from engine.config import RopeDivisors
 from engine.errors import CheckpointError, FlintError, ModelNotFound, UnsupportedModel
-from engine.matrix import Storage
-from engine.packed import PackedModel
-from engine.quantize import dequantize
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Storage
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
+from engine.packed.tensors import tensor_shapes
 from tests.gguf_files import gguf_name, random_rows, write_gguf
 from tests.synthetic import small_config
 

@@ -8,9 +8,9 @@ import math
 
 import pytest
 
-from engine import hardware
-from engine.hardware import Bandwidth, gpu_bandwidth, streaming_bandwidth
-from engine.paths import cache_dir
+from engine.files.paths import cache_dir
+from engine.machine import hardware
+from engine.machine.hardware import Bandwidth, gpu_bandwidth, streaming_bandwidth
 from kernels.cuda.driver import Gpu
 
 

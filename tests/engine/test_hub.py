@@ -1,4 +1,4 @@
-"""engine/hub.py against a fake hub on loopback."""
+"""engine/sources/hub.py against a fake hub on loopback."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import hub
-from engine.catalog import HubSource
 from engine.errors import Cancelled, FetchError, UnsupportedModel
 from engine.progress import Progress
+from engine.sources import hub
+from engine.sources.catalog import HubSource
 from tests.fake_hub import COMMIT, FakeHub
 
 REPO = "someone/Some-Model"
@@ -299,7 +299,7 @@ def test_a_full_disk_is_told_as_such(fake: FakeHub, monkeypatch: pytest.MonkeyPa
 def test_the_environment_is_honoured_by_a_real_process(fake: FakeHub, tmp_path: Path) -> None:
     fake.token = "hf_secret"
     code = (
-        "from engine import hub; from engine.catalog import HubSource;"
+        "from engine.sources import hub; from engine.sources.catalog import HubSource;"
         f"print(hub.download(hub.list_files(HubSource({REPO!r}))))"
     )
     environment = os.environ | {

@@ -11,9 +11,9 @@ import pytest
 
 from engine.checkpoint import open_checkpoint
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.matrix import Storage
-from engine.quantize import dequantize, from_bf16
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Storage
+from engine.packed.quantize import dequantize, from_bf16
+from engine.packed.tensors import tensor_shapes
 from tests.hugging_face_folders import config_json, hf_module, random_tensors, transformers_model, write_folder
 from tests.synthetic import small_config
 

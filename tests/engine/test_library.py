@@ -1,4 +1,4 @@
-"""engine/library.py: the packed models of this machine."""
+"""engine/packed/library.py: the packed models of this machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine import library
 from engine.errors import ModelNotFound
-from engine.library import clear_leftovers, lookup, packed_models, remove, resolve, scan
-from engine.paths import models_dir
+from engine.files.paths import models_dir
+from engine.packed import library
+from engine.packed.library import clear_leftovers, lookup, packed_models, remove, resolve, scan
 from tests.synthetic import write_random_packed
 
 

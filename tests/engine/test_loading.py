@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from engine import loading
-from engine.catalog import EMBEDDED_DEFAULT, GPU_DEFAULT
 from engine.errors import BackendError, DeviceOutOfMemory, ModelNotFound, UsageError
 from engine.events import Event, Finished, Note, Tokens
-from engine.hardware import Bandwidth
+from engine.files.paths import models_dir
 from engine.loading import Engine, ReplyOptions, drafter_path, open_backend, open_engine, open_model
-from engine.packed import PackedModel
-from engine.paths import models_dir
+from engine.machine.hardware import Bandwidth
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
+from engine.sources.catalog import EMBEDDED_DEFAULT, GPU_DEFAULT
 from kernels.cuda.driver import Gpu
 from tests.synthetic import small_config, write_random_packed
 

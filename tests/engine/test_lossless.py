@@ -10,15 +10,15 @@ import pytest
 
 import assets
 from engine.backends.base import Backend
-from engine.chat_template import ChatTemplate
 from engine.decoder import DecodeOptions, Decoder
 from engine.drafting.ngram import NgramDrafter
 from engine.errors import BackendError
 from engine.events import Finished, Tokens, Usage
 from engine.loading import open_backend
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real_model
 SAMPLED = Sampling(temperature=0.7, top_k=40, top_p=0.95, min_p=0.02, repeat_penalty=1.1, seed=11)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine import machine
 from engine.backends import cpu, cuda
 from engine.errors import BackendError
-from engine.hardware import Bandwidth
-from engine.machine import BackendState, cache_sizes, cpu_features, inspect
+from engine.machine import capabilities as machine
+from engine.machine.capabilities import BackendState, cache_sizes, cpu_features, inspect
+from engine.machine.hardware import Bandwidth
 from kernels import native
 from kernels.cpu import compile as compiler
 from kernels.cuda.driver import Gpu
@@ -181,7 +181,8 @@ def test_the_driver_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_no_torch_is_imported_without_a_gpu() -> None:
     code = (
-        "import sys; from engine import machine; from engine.hardware import Bandwidth; from kernels import native\n"
+        "import sys; from engine.machine import capabilities as machine\n"
+        "from engine.machine.hardware import Bandwidth; from kernels import native\n"
         "from engine.backends import cpu; cpu.native_library = native.load  # nothing is compiled\n"
         "machine.streaming_bandwidth = lambda: Bandwidth(1.0, 'x')\n"
         "report = machine.inspect(); assert report.gpu or 'torch' not in sys.modules, 'torch was imported'"

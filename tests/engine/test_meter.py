@@ -6,7 +6,7 @@ import pytest
 
 from engine.events import Tokens
 from engine.meter import Meter, Reading, packed_weight_bytes, step_ledger
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from tests.synthetic import small_config, write_random_packed
 
 

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from engine.errors import CheckpointError, DiskFull, ModelNotFound, UnsupportedModel
-from engine.library import LEFTOVERS
-from engine.manifest import Quantization, Source
-from engine.matrix import Storage
-from engine.packed import PackedModel, PackedWriter
-from engine.packed_writer import restore_interrupted
+from engine.files.safetensors_file import SafetensorsFile
+from engine.packed.library import LEFTOVERS
+from engine.packed.manifest import Quantization, Source
+from engine.packed.matrix import Storage
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
+from engine.packed.tensors import tensor_shapes
+from engine.packed.writer import PackedWriter, restore_interrupted
 from engine.packing import packed_size
-from engine.quantize import dequantize
-from engine.safetensors_file import SafetensorsFile
-from engine.tensors import tensor_shapes
 from tests.synthetic import random_matrix, small_config, write_random_packed
 
 COMMIT: dict[str, Any] = {
@@ -109,7 +109,7 @@ def test_the_same_seed_gives_the_same_files(tmp_path: Path) -> None:
 def test_opening_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     directory = write_random_packed(tmp_path / "v", small_config())
     code = (
-        "import sys; from engine.packed import PackedModel; from engine.checkpoint import open_checkpoint\n"
+        "import sys; from engine.packed.model import PackedModel; from engine.checkpoint import open_checkpoint\n"
         f"PackedModel.open({str(directory)!r}, verify=True).matrix('embed')\n"
         "print([name for name in ('torch', 'transformers', 'gguf', 'textual', 'safetensors') if name in sys.modules])"
     )
@@ -282,7 +282,7 @@ def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
 KILLED_WRITER = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-import engine.packed_writer as module
+import engine.packed.writer as module
 from tests.synthetic import small_config, write_random_packed
 where = {where!r}
 original = getattr(os, where)

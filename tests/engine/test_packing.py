@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine import catalog
-from engine.catalog import CATALOG
 from engine.checkpoint import open_checkpoint
 from engine.errors import Cancelled, CheckpointError, DiskFull, UnsupportedModel, UsageError
-from engine.library import scan
-from engine.packed import PackedModel, PackedWriter
+from engine.files.paths import cache_dir, models_dir
+from engine.packed.library import scan
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
+from engine.packed.writer import PackedWriter
 from engine.packing import PackOptions, pack, plan
-from engine.paths import cache_dir, models_dir
 from engine.progress import Progress
-from engine.quantize import dequantize
+from engine.sources import catalog
+from engine.sources.catalog import CATALOG
 from tests.gguf_files import write_gguf
 from tests.hugging_face_folders import write_hf_folder
 from tests.synthetic import CHAT_TEMPLATE, small_config
@@ -295,7 +296,7 @@ class _Here:
         self.kept: list[tuple[Path, int]] = []
 
     def run(self, report: object, cancel: object) -> object:
-        from engine.fetch import Fetched
+        from engine.sources.fetch import Fetched
 
         return Fetched(self.folder, "abc", "", self.licence)
 
@@ -389,7 +390,7 @@ main()
 
 KILLED = """
 import os, signal, sys
-import engine.packed_writer as writer
+import engine.packed.writer as writer
 from engine.packing import PackOptions, pack
 
 folder, moment = sys.argv[1:]
@@ -479,7 +480,7 @@ print("worked" if "pack" in stages else "waited")
 def test_a_waiting_pack_can_be_cancelled(folder: Path) -> None:
     from filelock import FileLock
 
-    from engine.library import lock_path
+    from engine.packed.library import lock_path
 
     cancel = threading.Event()
     lock_path("my-model").parent.mkdir(parents=True)

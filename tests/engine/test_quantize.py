@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from engine.errors import CheckpointError
-from engine.matrix import GROUPS, Storage
-from engine.quantize import (
+from engine.packed.matrix import GROUPS, Storage
+from engine.packed.quantize import (
     dequantize,
     from_bf16,
     pack_nibbles,

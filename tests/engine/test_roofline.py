@@ -5,12 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.catalog import CATALOG
-from engine.datasheets import DATASHEETS, datasheet, recognise
 from engine.errors import UsageError
-from engine.meter import packed_weight_bytes, step_ledger
-from engine.packed import PackedModel
-from engine.roofline import (
+from engine.machine.datasheets import DATASHEETS, datasheet, recognise
+from engine.machine.roofline import (
     Ceiling,
     Machine,
     Workload,
@@ -23,7 +20,10 @@ from engine.roofline import (
     token_rate,
     workload,
 )
-from engine.shapes import _SHAPES, known_workload
+from engine.machine.shapes import _SHAPES, known_workload
+from engine.meter import packed_weight_bytes, step_ledger
+from engine.packed.model import PackedModel
+from engine.sources.catalog import CATALOG
 from tests.synthetic import small_config, write_random_packed
 
 A100 = datasheet("a100-pcie")

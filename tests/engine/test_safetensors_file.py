@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
-from engine.safetensors_file import SafetensorsFile, header
+from engine.files.safetensors_file import SafetensorsFile, header
 from tests.hugging_face_folders import safetensors_bytes
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.chat_template import ChatTemplate
 from engine.errors import ChatTemplateError
+from engine.text.chat_template import ChatTemplate
 from tests.engine.test_chat_template import SOURCES, chat, template
 
 ROOT = Path(__file__).parent.parent.parent

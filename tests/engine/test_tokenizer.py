@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from engine.errors import CheckpointError, UnsupportedModel, UsageError
-from engine.gguf_tokenizer import tokenizer_from_gguf
-from engine.tokenizer import StopStrings, TextStream, Tokenizer
+from engine.text.gguf_tokenizer import tokenizer_from_gguf
+from engine.text.tokenizer import StopStrings, TextStream, Tokenizer
 from tests.engine.hard_strings import HANDWRITTEN, SURROGATES, generated
 from tests.synthetic import byte_tokenizer
 
@@ -70,7 +70,7 @@ def test_sentencepiece_gives_the_ids_of_llama_cpp() -> None:
 
 @pytest.mark.real_model
 def test_smollm2_packed_keeps_its_tokenizer(smollm2: Path) -> None:
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
     tokenizer = Tokenizer.from_packed(PackedModel.open(smollm2))
     assert tokenizer.token_count == 49152

@@ -16,8 +16,8 @@ from engine.backends.torch_reference import CHUNK_SCORE_BYTES, FIRST_CAPACITY, M
 from engine.checkpoint import open_checkpoint
 from engine.config import ModelConfig
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 from tests.synthetic import small_config, write_random_packed
 
 TOLERANCE = 1e-4  # of the largest logit; both sides are float32, only the order of sums differs

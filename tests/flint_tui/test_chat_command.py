@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from engine.chat_template import ChatTemplate
 from engine.decoder import Decoder
 from engine.errors import ContextOverflow, FlintError, UsageError
-from engine.hardware import Bandwidth
+from engine.files.paths import models_dir
 from engine.loading import Engine
-from engine.packed import PackedModel
-from engine.paths import models_dir
+from engine.machine.hardware import Bandwidth
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
-from engine.tokenizer import Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from flint_tui import one_shot
 from flint_tui.cli import app
 from flint_tui.conversations import ConversationStore, Message

@@ -8,9 +8,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from engine import machine
-from engine.hardware import Bandwidth
-from engine.machine import BackendState, Processor, Report
+from engine.machine import capabilities as machine
+from engine.machine.capabilities import BackendState, Processor, Report
+from engine.machine.hardware import Bandwidth
 from flint_tui.cli import app
 from kernels.cuda.driver import Gpu
 

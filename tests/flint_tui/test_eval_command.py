@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.paths import models_dir
+from engine.files.paths import models_dir
 from tests.fake_backend import FakeBackend
 from tests.flint_tui.command_line import flint
 from tests.hugging_face_folders import write_hf_folder

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.catalog import CATALOG
 from engine.errors import ModelNotFound, UsageError
-from engine.paths import models_dir
+from engine.files.paths import models_dir
+from engine.sources.catalog import CATALOG
 from flint_tui.cli import app
 from tests.flint_tui.command_line import flint
 from tests.synthetic import write_random_packed

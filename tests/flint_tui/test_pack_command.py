@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.packed import PackedModel
-from engine.paths import models_dir
+from engine.files.paths import models_dir
+from engine.packed.model import PackedModel
 from tests.fake_hub import COMMIT, FakeHub
 from tests.flint_tui.command_line import flint, flint_process
 from tests.hugging_face_folders import write_hf_folder

@@ -14,7 +14,7 @@ import pytest
 
 from engine.errors import BackendError
 from engine.events import Prefilled, Tokens
-from engine.paths import config_dir
+from engine.files.paths import config_dir
 from flint_tui import gpu_watch
 from flint_tui.app import FlintApp
 from flint_tui.bench_quick import BenchProgress, BenchResult, BenchRow, BenchStore, export_text, quick_bench

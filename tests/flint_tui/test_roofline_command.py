@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine import hardware
-from engine.catalog import CATALOG, EMBEDDED_DEFAULT
 from engine.errors import CheckpointError, ModelNotFound, UsageError
-from engine.hardware import Bandwidth
-from engine.paths import models_dir
+from engine.files.paths import models_dir
+from engine.machine import hardware
+from engine.machine.hardware import Bandwidth
+from engine.sources.catalog import CATALOG, EMBEDDED_DEFAULT
 from flint_tui.cli import app
 from tests.synthetic import small_config, write_random_packed
 

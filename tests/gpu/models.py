@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.backends.torch_reference import TorchReference
 from engine.config import Family, Llama3RopeScaling, ModelConfig
-from engine.matrix import Matrix, Storage
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Matrix, Storage
+from engine.packed.tensors import tensor_shapes
 from kernels.cuda.kv_layout import unpack_keys, unpack_values
 
 _LLAMA3 = Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
@@ -111,7 +111,7 @@ class RandomModel:
 
 
 def dequantised(matrix: Matrix) -> Tensor:
-    """float32 [n, k] on the GPU, by the formulas of engine/packed.py."""
+    """float32 [n, k] on the GPU, by the formulas of engine/packed/model.py."""
     q = torch.from_numpy(np.array(matrix.q)).cuda()
     if matrix.format == "bf16":
         return (q.to(torch.int32) << 16).view(torch.float32)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import cast
 
 from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
-from engine.matrix import Storage
-from engine.packed import PackedModel
+from engine.packed.matrix import Storage
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from tests.gpu.models import RandomModel
 from tests.synthetic import small_config

@@ -12,8 +12,8 @@ import torch
 
 from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
 from engine.errors import ContextOverflow, DeviceOutOfMemory
-from engine.matrix import Storage
-from engine.packed import PackedModel
+from engine.packed.matrix import Storage
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling, sample
 from tests.gpu.models import SHAPES, RandomModel, adopt_cache, config_of, relative_error
 from tests.synthetic import small_config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.backends.cuda import kernel_dims
-from engine.matrix import Storage
+from engine.packed.matrix import Storage
 from kernels.build import architecture, compile_cubin
 from kernels.cuda.driver import Driver, Gpu, Module
 from kernels.cuda.megakernel import Megakernel

@@ -8,9 +8,9 @@ import pytest
 
 from engine.backends.cuda import CudaBackend
 from engine.backends.torch_reference import TorchReference
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real_model
 

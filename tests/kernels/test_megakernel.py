@@ -9,8 +9,8 @@ import pytest
 
 from engine.backends.cuda import kernel_dims
 from engine.config import ModelConfig
-from engine.matrix import Storage
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Storage
+from engine.packed.tensors import tensor_shapes
 from kernels.build import CUDA_DIRECTORY, compile_cubin
 from kernels.cuda.plan import Plan, Unsupported, make_plan, phases_of, split_tiles
 from tests.gpu.models import config_of

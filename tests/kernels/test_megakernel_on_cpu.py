@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.matrix import Matrix
+from engine.packed.matrix import Matrix
 from kernels.cuda.check import Case, plan_of
 from kernels.cuda.kv_layout import cache_shape
 from kernels.cuda.megakernel import DeviceSampling, _Parameters, _SmTiles

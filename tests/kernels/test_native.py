@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from engine.backends.cpu import _packed, native_library
-from engine.matrix import Storage
-from engine.quantize import dequantize
+from engine.packed.matrix import Storage
+from engine.packed.quantize import dequantize
 from kernels import native
 from kernels.cpu import compile as compiler
 from tests.synthetic import random_matrix
@@ -155,7 +155,7 @@ def _installed() -> bool:
 
 
 def _cache() -> Path:
-    from engine.paths import cache_dir
+    from engine.files.paths import cache_dir
 
     return cache_dir() / "kernels"
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from engine.backends.cuda import kernel_dims
 from engine.backends.torch_reference import TorchReference, rms_norm, rotate
 from engine.config import Family, ModelConfig
-from engine.matrix import Matrix, Storage
-from engine.packed import PackedModel
-from engine.quantize import dequantize
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Matrix, Storage
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
+from engine.packed.tensors import tensor_shapes
 from kernels.build import ARCHITECTURES, compile_cubin
 from kernels.cuda.driver import Driver, Module
 from kernels.cuda.kv_layout import cache_shape, pack_keys, pack_values

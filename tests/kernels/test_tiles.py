@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.backends.cuda import kernel_dims
-from engine.matrix import Storage
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Storage
+from engine.packed.tensors import tensor_shapes
 from kernels.cuda import plan
 from kernels.cuda.driver import Driver
 from kernels.cuda.megakernel import Megakernel

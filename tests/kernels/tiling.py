@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from engine.matrix import Matrix
+from engine.packed.matrix import Matrix
 from kernels.cuda.plan import PHASES, KernelDims, Phase, phases_of, split_tiles
 from kernels.cuda.tiles import TiledWeights
 

@@ -15,8 +15,8 @@ from engine.bench.compare import Outcome, outcome_json, run
 from engine.bench.compare_table import comparison_markdown
 from engine.bench.gguf_peer import find_gguf
 from engine.errors import BackendError, UsageError
-from engine.hardware import Bandwidth
-from engine.packed import PackedModel
+from engine.machine.hardware import Bandwidth
+from engine.packed.model import PackedModel
 from tests.synthetic import small_config, write_random_packed
 
 REQUEST: dict[str, Any] = {"prompt": [1, 2, 3, 4], "tokens": 5, "threads": 1, "context": 32, "model": "m", "gguf": None}

@@ -15,7 +15,7 @@ from engine.bench.rows import Case, Row, parse_counts, plan, run
 from engine.bench.tables import FORMATS, render, row_json
 from engine.bench.workload import prompt_ids
 from engine.errors import BackendError, Cancelled, UsageError
-from engine.hardware import Bandwidth
+from engine.machine.hardware import Bandwidth
 from tests.fake_backend import FakeBackend, FakeLoopBackend
 from tests.fake_bench import fake_engine
 

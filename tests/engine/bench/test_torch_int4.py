@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.packed import PackedModel
-from engine.quantize import dequantize
+from engine.packed.model import PackedModel
+from engine.packed.quantize import dequantize
 from tests.synthetic import small_config, write_random_packed
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from engine.drafting.checkpoint import load_drafter
 from engine.errors import DrafterError
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from tests.engine.drafting.test_eagle import HIDDEN, small_head
 from tests.synthetic import small_config, write_random_packed
 

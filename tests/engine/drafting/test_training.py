@@ -17,7 +17,7 @@ from engine.drafting.evaluate import summarise, true_context
 from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, harvest
 from engine.drafting.train import TrainOptions, draft_vocabulary, read_shards, train
 from engine.errors import DrafterError, UsageError
-from engine.packed import PackedModel
+from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from tests.synthetic import small_config, write_random_packed
 

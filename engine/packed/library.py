@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.catalog import CATALOG, near_matches, not_found, shorten
 from engine.errors import FlintError, ModelNotFound
-from engine.paths import cache_dir, models_dir
+from engine.files.paths import cache_dir, models_dir
+from engine.sources.catalog import CATALOG, near_matches, not_found, shorten
 
 if TYPE_CHECKING:
-    from engine.manifest import Manifest
+    from engine.packed.manifest import Manifest
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 REMOVING_PREFIX = ".removing-"
@@ -103,7 +103,7 @@ def lookup(name: str) -> PackedEntry:
 def entry_at(directory: Path) -> PackedEntry:
     """The packed model in `directory`. Raises CheckpointError or ModelNotFound unless every file has its size."""
     from engine.errors import CheckpointError
-    from engine.packed import read_manifest
+    from engine.packed.model import read_manifest
 
     manifest = read_manifest(directory)
     for name, record in manifest.files.items():
@@ -180,7 +180,7 @@ def _folders() -> list[Path]:
 
 def _restore(folder: Path) -> None:
     """Bring back what a replacement moved aside and was killed before it finished."""
-    from engine.packed_writer import restore_interrupted
+    from engine.packed.writer import restore_interrupted
 
     for previous in folder.glob(".*.previous"):
         restore_interrupted(folder / previous.name[1 : -len(".previous")])

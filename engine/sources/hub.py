@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import catalog
-from engine.catalog import HubSource
 from engine.errors import CheckpointError, FetchError, FlintError, UnsupportedModel, printable
-from engine.locking import locked
+from engine.files.locking import locked
 from engine.progress import Progress, Report, check_cancelled, silent
+from engine.sources import catalog
+from engine.sources.catalog import HubSource
 
 CHUNK_BYTES = 1 << 20
 CHANGED_HINT = "try again; if it persists, the mirror in HF_ENDPOINT or a proxy changes files"

@@ -9,9 +9,9 @@ import numpy as np
 
 from engine.checkpoint import Checkpoint
 from engine.errors import UnsupportedModel
-from engine.manifest import Quantization
-from engine.matrix import GROUPS, Matrix, Storage
-from engine.quantize import quantize_bf16, quantize_int4, quantize_int8
+from engine.packed.manifest import Quantization
+from engine.packed.matrix import GROUPS, Matrix, Storage
+from engine.packed.quantize import quantize_bf16, quantize_int4, quantize_int8
 
 _CHUNK_WEIGHTS = 4 << 20  # 16 MB of float32 at a time, whatever the tensor's size
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ChatTemplateError, CheckpointError, FlintError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
 Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": str, ...}
 
@@ -41,7 +41,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, bos_token: str = "", eos_token: str = "") -> None:
-        from engine.template_sandbox import TemplateEnvironment
+        from engine.text.template_sandbox import TemplateEnvironment
 
         self.source = FALLBACK_TEMPLATE if source is None else source
         self.stop_strings: tuple[str, ...] = FALLBACK_STOP_STRINGS if source is None else ()
@@ -227,7 +227,7 @@ def _malformed(error: Exception) -> ChatTemplateError:
 
 
 def _failure(error: Exception) -> ChatTemplateError:
-    from engine.template_sandbox import Refused
+    from engine.text.template_sandbox import Refused
 
     verb = "refuses" if isinstance(error, Refused) else "failed on"
     return ChatTemplateError(f"the chat template {verb} this conversation: {_one_line(error)}")

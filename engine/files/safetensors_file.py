@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import CheckpointError
-from engine.strict_json import Record, parse_object
+from engine.files.strict_json import Record, parse_object
 
 # safetensors dtype -> numpy dtype; bf16 is held as uint16.
 DTYPES: dict[str, np.dtype[Any]] = {

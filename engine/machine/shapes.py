@@ -5,8 +5,8 @@ From the models' public configurations. What a packed model or a checkpoint says
 
 from __future__ import annotations
 
-from engine.catalog import CATALOG
-from engine.roofline import Workload, kv_bytes
+from engine.machine.roofline import Workload, kv_bytes
+from engine.sources.catalog import CATALOG
 
 # hidden, layers, heads, kv heads, head size, intermediate, vocabulary
 _SHAPES = {

@@ -2,7 +2,7 @@
 
 Everything goes to a temporary directory beside the target, is fsynced, and is renamed into place by `commit`. A writer
 that dies before that leaves nothing that loads and does not touch what was there; what it leaves,
-`engine.library.clear_leftovers` removes.
+`engine.packed.library.clear_leftovers` removes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import BinaryIO
 import numpy as np
 
 from engine.config import ModelConfig
-from engine.disk import disk_errors
 from engine.errors import CheckpointError
-from engine.manifest import (
+from engine.files.disk import disk_errors
+from engine.files.safetensors_file import DTYPES, header
+from engine.packed.manifest import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
     FileRecord,
@@ -34,9 +35,8 @@ from engine.manifest import (
     Source,
     check_file_name,
 )
-from engine.matrix import Matrix, Storage, all_finite
-from engine.safetensors_file import DTYPES, header
-from engine.tensors import tensor_shapes
+from engine.packed.matrix import Matrix, Storage, all_finite
+from engine.packed.tensors import tensor_shapes
 
 _REPLACE_TRIES = 100
 _WRITE_BYTES = 8 << 20  # per write call: large enough for full disk speed, small enough for a prompt progress bar

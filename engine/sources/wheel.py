@@ -17,9 +17,9 @@ import zipfile
 from collections import deque
 from pathlib import Path
 
-from engine.catalog import WheelSource
 from engine.errors import DiskFull, FetchError, FlintError
 from engine.progress import Progress, Report, check_cancelled, silent
+from engine.sources.catalog import WheelSource
 
 CHUNK_BYTES = 1 << 20
 STAGING_PREFIX = ".fetching-"

@@ -1,4 +1,4 @@
-"""One weight matrix as the packed format stores it (the format itself is described in engine/packed.py)."""
+"""One weight matrix as the packed format stores it (the format itself is described in engine/packed/model.py)."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, UnsupportedModel, UsageError
-from engine.gguf_tokenizer import from_the_library
+from engine.text.gguf_tokenizer import from_the_library
 
 if TYPE_CHECKING:
     import tokenizers
 
-    from engine.packed import PackedModel
+    from engine.packed.model import PackedModel
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

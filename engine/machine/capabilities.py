@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.disk import existing_parent
 from engine.errors import BackendError
-from engine.hardware import Bandwidth, physical_memory, processor, streaming_bandwidth
-from engine.paths import cache_dir, models_dir
+from engine.files.disk import existing_parent
+from engine.files.paths import cache_dir, models_dir
+from engine.machine.hardware import Bandwidth, physical_memory, processor, streaming_bandwidth
 from kernels.cpu.threads import cgroup_cpus, default_threads, physical_cores, usable_cpus
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def inspect(notify: Callable[[str], None] = lambda line: None) -> Report:
 
     notify: called with one line before the native library is compiled, which takes longer.
     """
-    from engine.hardware import gpu_bandwidth
-    from engine.library import packed_models
+    from engine.machine.hardware import gpu_bandwidth
+    from engine.packed.library import packed_models
 
     library, native_problem, isas = _native(notify)
     gpu, gpu_problem, gpu_hint = _gpu()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.paths import cache_dir
+from engine.files.paths import cache_dir
 from kernels import native
 from kernels.cpu.threads import default_threads
 

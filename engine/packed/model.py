@@ -40,7 +40,8 @@ import numpy as np
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ModelNotFound
-from engine.manifest import (
+from engine.files.safetensors_file import SafetensorsFile
+from engine.packed.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     TEMPLATE_NAME,
@@ -48,12 +49,9 @@ from engine.manifest import (
     WEIGHTS_NAME,
     Manifest,
 )
-from engine.matrix import GROUPS, Matrix, MatrixFormat, Storage, all_finite
-from engine.packed_writer import PackedWriter, restore_interrupted
-from engine.safetensors_file import SafetensorsFile
-from engine.tensors import tensor_shapes
-
-__all__ = ["GROUPS", "Matrix", "MatrixFormat", "PackedModel", "PackedWriter", "Storage", "read_manifest"]
+from engine.packed.matrix import GROUPS, Matrix, Storage, all_finite
+from engine.packed.tensors import tensor_shapes
+from engine.packed.writer import restore_interrupted
 
 
 class PackedModel:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.strict_json import Record, parse_object
+from engine.files.strict_json import Record, parse_object
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.config import ModelConfig
 from engine.meter import tensor_kind
-from engine.tensors import tensor_shapes
+from engine.packed.tensors import tensor_shapes
 
 BYTES_PER_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # without scales
 KV_BYTES = 2  # of one stored key or value element (bf16)
