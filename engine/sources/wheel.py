@@ -136,7 +136,16 @@ def _explain(requirement: str, output: str) -> FlintError:
         )
     if "no space left" in lowered:
         return DiskFull(f"The disk filled up while pip downloaded {requirement}", "free some space and try again")
-    unreachable = ("connection", "timed out", "name resolution", "max retries", "proxy", "ssl", "unreachable")
+    unreachable = (
+        "connection",
+        "timed out",
+        "name resolution",
+        "max retries",
+        "proxy",
+        "ssl",
+        "unreachable",
+        "enough bytes",
+    )
     if any(sign in lowered for sign in unreachable):
         return IndexUnreachable(
             f"pip could not reach its package index for {requirement}",
