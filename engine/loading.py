@@ -7,7 +7,6 @@ drafter.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from engine.drafting.ngram import NgramDrafter
 from engine.errors import BackendError, DeviceOutOfMemory, DrafterError, ModelNotFound, UsageError
 from engine.events import Event, Note
 from engine.files.disk import human_bytes
-from engine.files.paths import cache_dir
+from engine.files.paths import asset, cache_dir
 from engine.machine.hardware import Bandwidth, gpu_bandwidth, physical_memory, streaming_bandwidth
 from engine.packed.library import packed_models, resolve
 from engine.packed.model import PackedModel
@@ -322,7 +321,5 @@ def _open_packed_torch(model: PackedModel, threads: int | None, context: int | N
 
 def drafter_path(model: PackedModel) -> Path | None:
     """The learned drafter of a model: beside its weights, else the one that flint ships for it."""
-    import assets
-
-    shipped = Path(os.path.dirname(assets.__file__)) / "drafters" / f"{model.manifest.name}.safetensors"
+    shipped = asset(f"drafters/{model.manifest.name}.safetensors")
     return next((path for path in (model.directory / DRAFTER_FILE, shipped) if path.is_file()), None)

@@ -9,15 +9,13 @@ from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 
+from engine.files.paths import asset
 from engine.text.tokenizer import Tokenizer
 
 
 def text_path() -> Path:
     """The shipped text (original prose, 2,900 words), also the default of `flint eval`."""
-    import assets
-
-    assert assets.__file__ is not None
-    return Path(assets.__file__).parent / "text" / "plain.txt"
+    return asset("text/plain.txt")
 
 
 @cache

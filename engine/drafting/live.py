@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.drafting.evaluate import Acceptance
 from engine.errors import BackendError, UsageError
 from engine.events import Finished, Tokens
+from engine.files.paths import asset
 from engine.loading import Engine, ReplyOptions
 
 
@@ -51,6 +52,15 @@ def load_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise UsageError(f"{path.name} holds no prompts")
     return prompts
+
+
+def chosen_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
+    """The prompts of a file (None: flint's own held-out ones), at most `limit` of each domain. Raises UsageError."""
+    prompts = load_prompts(path or asset("prompts/heldout.jsonl"))
+    if limit is None:
+        return prompts
+    domains = dict.fromkeys(prompt.domain for prompt in prompts)
+    return [prompt for domain in domains for prompt in [p for p in prompts if p.domain == domain][:limit]]
 
 
 def answer(engine: Engine, prompts: Sequence[Prompt], options: ReplyOptions, depth: int) -> Iterator[Answered]:

@@ -29,3 +29,11 @@ def config_dir() -> Path:
     """The user's settings: FLINT_CONFIG_DIR, else the platform's configuration folder."""
     override = os.environ.get("FLINT_CONFIG_DIR")
     return Path(override).expanduser() if override else Path(platformdirs.user_config_dir("flint", appauthor=False))
+
+
+def asset(name: str) -> Path:
+    """A file that ships with flint: "prompts/heldout.jsonl"."""
+    import assets
+
+    assert assets.__file__ is not None
+    return Path(assets.__file__).parent / name

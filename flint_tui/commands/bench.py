@@ -33,6 +33,9 @@ bench = typer.Typer(
 
 
 def register(app: typer.Typer) -> None:
+    from flint_tui.commands.bench_spec import spec
+
+    bench.command()(spec)
     app.add_typer(bench, name="bench")
 
 
@@ -71,10 +74,10 @@ def quick(
     from flint_tui.bench_panel import quick_json, quick_panel
     from flint_tui.bench_runs import run_quick
 
-    busy = _say_if_busy()
-    engine = _open(model, backend.value, threads)
+    busy = say_if_busy()
+    engine = open_shown(model, backend.value, threads)
     try:
-        with _status() as say:
+        with status() as say:
             result, where = run_quick(engine, threading.Event(), say, single=mode is QuickMode.single)
     finally:
         engine.close()
@@ -117,10 +120,10 @@ def decode(
         parse_counts(generate, "-n", zero=True),
         parse_counts(depth, "-d", zero=True),
     )
-    _say_if_busy()
-    engine = _open(model, backend.value, threads)
+    say_if_busy()
+    engine = open_shown(model, backend.value, threads)
     try:
-        with _status() as say:
+        with status() as say:
             rows = list(run(engine, tests, repetitions, mode.value, drafter.value, watch=say))
         where = conditions(engine, max((row.gb_s or 0.0 for row in rows), default=0.0))
     finally:
@@ -158,8 +161,8 @@ def compare(
     from engine.bench.compare_table import comparison_markdown
     from flint_tui.bench_runs import run_compare
 
-    busy = _say_if_busy()
-    with _status() as say:
+    busy = say_if_busy()
+    with status() as say:
         outcome = run_compare(
             model,
             arms.split(",") if arms else None,
@@ -171,7 +174,7 @@ def compare(
             llama_python,
             threads,
             say,
-            _note,
+            note,
         )
     if as_json:
         typer.echo(json.dumps(outcome_json(outcome) | {"note": busy}, indent=2))
@@ -214,17 +217,17 @@ def reproduce(
     path = output or Path(f"flint-bench-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.zip")
     if path.exists():  # known before the minutes that follow
         raise ArchiveError(f"{path} exists already", "Give another name with -o.")
-    busy = _say_if_busy()
-    machine = environment(inspect(_note))
-    engine = _open(model, backend.value, threads)
+    busy = say_if_busy()
+    machine = environment(inspect(note))
+    engine = open_shown(model, backend.value, threads)
     try:
-        with _status() as say:
+        with status() as say:
             result, where = run_quick(engine, threading.Event(), say)
     finally:
         engine.close()
     names = arms.split(",") if arms else None
-    with _status() as say:
-        outcome = run_compare(model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say, _note)
+    with status() as say:
+        outcome = run_compare(model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say, note)
     command = f"flint bench reproduce --rounds {rounds} -p {prompt} -n {generate} --backend {backend.value}"
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -281,28 +284,28 @@ def show(
 # --- what the commands share ------------------------------------------------------------------------------------------
 
 
-def _open(model: str | None, backend: str, threads: int | None) -> Engine:
+def open_shown(model: str | None, backend: str, threads: int | None) -> Engine:
     from engine.loading import open_engine
     from flint_tui.pack_progress import show_progress
 
     with show_progress() as report:
-        return open_engine(model, backend, threads, notify=_note, progress=report)
+        return open_engine(model, backend, threads, notify=note, progress=report)
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
     typer.echo(f"flint: {line}", err=True)
 
 
-def _say_if_busy() -> str | None:
+def say_if_busy() -> str | None:
     from engine.bench.conditions import busy_note
 
-    note = busy_note()
-    if note:
-        _note(note)
-    return note
+    busy = busy_note()
+    if busy:
+        note(busy)
+    return busy
 
 
-def _status():
+def status():
     """A context manager yielding say(text): a spinner on a terminal's stderr, nothing otherwise."""
     from contextlib import contextmanager
 

@@ -37,13 +37,14 @@ def harvest(
     from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, load_openers
     from engine.drafting.harvest import harvest as run
     from engine.errors import UsageError
+    from engine.files.paths import asset
 
     packed, tokenizer, template = _open(model)
     ends = packed.config.eos_token_ids
     if not ends:
         raise UsageError("this model names no end-of-turn token")
     turns = TurnTokens.from_template(lambda messages, prompt: template.encode(messages, tokenizer, prompt), ends[0])
-    openers = [tokenizer.encode(text) for text in load_openers(prompts or _asset("prompts/openers.jsonl"))]
+    openers = [tokenizer.encode(text) for text in load_openers(prompts or asset("prompts/openers.jsonl"))]
     options = HarvestOptions(tokens=tokens, length=length, batch=batch, greedy_share=greedy_share, seed=seed)
     harvester = Harvester(_target(packed, device), turns, openers, options)
     with _progress("harvest") as report:
@@ -118,14 +119,12 @@ def evaluate(
     import json
 
     from engine.drafting.evaluate import summarise
-    from engine.drafting.live import answer, load_prompts
+    from engine.drafting.live import answer, chosen_prompts
     from engine.loading import ReplyOptions, open_engine
     from engine.sampling import Sampling
 
-    chosen = load_prompts(prompts or _asset("prompts/heldout.jsonl"))
+    chosen = chosen_prompts(prompts, limit)
     domains = list(dict.fromkeys(prompt.domain for prompt in chosen))
-    if limit is not None:
-        chosen = [prompt for domain in domains for prompt in [p for p in chosen if p.domain == domain][:limit]]
     engine = open_engine(model, backend, threads, notify=lambda line: typer.echo(line, err=True))
     options = ReplyOptions(
         mode="speculative",
@@ -223,13 +222,6 @@ def _target(packed, device: str | None):
 
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return BatchedTarget(packed, name, torch.bfloat16 if name.startswith("cuda") else torch.float32)
-
-
-def _asset(name: str) -> Path:
-    import assets
-
-    assert assets.__file__ is not None
-    return Path(assets.__file__).parent / name
 
 
 def _progress(label: str):

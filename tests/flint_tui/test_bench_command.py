@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.machine.hardware import Bandwidth
-from tests.fake_backend import FakeLoopBackend
+from tests.fake_backend import FakeLoopBackend, hashed_logits
 from tests.fake_bench import fake_engine
 from tests.flint_tui.command_line import flint
 
@@ -90,3 +90,40 @@ def test_the_paths_of_the_documentation_exist() -> None:
     paths = re.findall(r"`((?:engine|assets|tests)/[^`]+)`", text)
     assert paths
     assert all((root / path).is_file() for path in paths), paths
+
+
+def test_spec_compares_the_modes_by_domain_and_fails_where_an_answer_differs(
+    engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    engine.backend._logits = hashed_logits(259, repeats=0.9)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '{"domain": "chat", "text": "again and again and again"}\n{"domain": "code", "text": "two two two two"}\n'
+    )
+    common = ("bench", "spec", "--prompts", str(prompts), "-n", "24", "-r", "2", "--draft-tokens", "3")
+    result = flint(*common, "--json")
+    assert result.code == 0, result.stderr
+    out = json.loads(result.stdout)
+    assert [row["domain"] for row in out["domains"]] == ["chat", "code", "all"]
+    assert out["domains"][2]["equal"] == 2
+    assert [len(pair["single"]) for pair in out["prompts"]] == [2, 2]
+    engine.decoder.truncate(0)  # the command closed it
+    shown = flint(*common)
+    assert shown.code == 0, shown.stderr
+    table = shown.stdout
+    assert "speculative" in table
+    assert max(map(len, table.splitlines())) <= 80
+    assert "…" not in table
+
+    engine.decoder.truncate(0)
+    honest = engine.backend.step
+
+    def broken(tokens, **options):
+        output = honest(tokens, **options)
+        output.logits[0] = -output.logits[0]
+        return output
+
+    monkeypatch.setattr(engine.backend, "step", broken)  # its own loop, which single pass takes, stays as it was
+    assert flint(*common, "--json").code == 1
+    assert flint("bench", "spec", "--prompts", str(tmp_path / "absent.jsonl")).code == 2
