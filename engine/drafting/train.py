@@ -22,17 +22,22 @@ from engine.drafting.batched_target import BatchedTarget
 from engine.drafting.eagle_head import EagleConfig, EagleHead, default_feature_layers
 from engine.errors import UsageError
 
+LOOP_WINDOW = 16  # tokens; so many in a row are hardly repeated by chance
+
 
 @dataclass(frozen=True)
 class TrainOptions:
     """`depth` draft positions are unrolled; `hard_labels` trains against the target's argmax instead of its
-    distribution. Learning rate warms up over `warmup` of the run, then falls to a tenth along a cosine."""
+    distribution. `skip_loops` leaves out what a text that repeats itself would teach: small models often fall into
+    loops, whose next token is certain. Learning rate warms up over `warmup` of the run, then falls to a tenth along a
+    cosine."""
 
     draft_vocab: int = 8192
     depth: int = 5
     decay: float = 0.8
     hard_labels: bool = False
     warm_start: bool = True
+    skip_loops: bool = True
     learning_rate: float = 1e-3
     batch: int = 32
     epochs: int = 1
@@ -60,6 +65,23 @@ def read_shards(directory: Path) -> list[Path]:
     if not shards:
         raise UsageError(f"no harvest in {directory}", "run `flint draft harvest` first")
     return shards
+
+
+def looping(tokens: np.ndarray, window: int = LOOP_WINDOW) -> np.ndarray:
+    """bool, as tokens uint32 [n, T]: the `window` tokens that end here occurred earlier in the same row."""
+    count, length = tokens.shape
+    seen_before = np.zeros(tokens.shape, dtype=bool)
+    if length <= window:
+        return seen_before
+    # Every window as one number: equal windows have equal sums, others differ but for one chance in 2**64.
+    factors = np.random.default_rng(0).integers(1, 1 << 63, window, dtype=np.uint64) | np.uint64(1)
+    sums = np.zeros((count, length - window + 1), dtype=np.uint64)
+    for i, factor in enumerate(factors):
+        sums += (tokens[:, i : i + sums.shape[1]].astype(np.uint64) + np.uint64(1)) * factor
+    for row, numbers in zip(seen_before, sums, strict=True):
+        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+        row[window - 1 :] = first[which] < np.arange(len(numbers))
+    return seen_before
 
 
 def draft_vocabulary(shards: list[Path], size: int, vocab_size: int) -> np.ndarray:
@@ -109,12 +131,16 @@ def start_from_target(head: EagleHead, target: BatchedTarget) -> None:
     head.fc.weight[:, -hidden:] = torch.eye(hidden)
 
 
-def batches(shards: list[Path], size: int, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of (tokens, replies), shard by shard."""
+def batches(
+    shards: list[Path], size: int, seed: int, skip_loops: bool = False
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Shuffled batches of (tokens, replies), shard by shard. skip_loops: what loops does not count as a reply."""
     rng = np.random.default_rng(seed)
     for shard in rng.permutation(len(shards)):
         with np.load(shards[shard]) as data:
             tokens, replies = data["tokens"], data["replies"]
+        if skip_loops:
+            replies = replies & ~looping(tokens)
         order = rng.permutation(len(tokens))
         for start in range(0, len(order) - size + 1, size):
             rows = order[start : start + size]
@@ -203,7 +229,7 @@ def train(
     step = 0
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
     for epoch in range(options.epochs):
-        for tokens, replies in batches(shards, options.batch, options.seed * 1009 + epoch):
+        for tokens, replies in batches(shards, options.batch, options.seed * 1009 + epoch, options.skip_loops):
             step += 1
             if step <= first:
                 continue

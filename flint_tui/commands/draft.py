@@ -66,6 +66,7 @@ def train(
         bool, typer.Option(help="Train on the target's argmax instead of its distribution.")
     ] = False,
     warm_start: Annotated[bool, typer.Option(help="Start from the target's last layer.")] = True,
+    skip_loops: Annotated[bool, typer.Option(help="Learn nothing from text that repeats itself.")] = True,
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Stop (annealed) after this long.")] = None,
     seed: int = 0,
     device: Device = None,
@@ -84,6 +85,7 @@ def train(
         epochs=epochs,
         hard_labels=hard_labels,
         warm_start=warm_start,
+        skip_loops=skip_loops,
         max_seconds=max_seconds,
         seed=seed,
     )

@@ -15,7 +15,7 @@ from engine.drafting.checkpoint import load_drafter, save_drafter, target_finger
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.evaluate import summarise, true_context
 from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, harvest
-from engine.drafting.train import TrainOptions, draft_vocabulary, read_shards, train
+from engine.drafting.train import TrainOptions, batches, draft_vocabulary, looping, read_shards, train
 from engine.errors import DrafterError, UsageError
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
@@ -205,6 +205,20 @@ def test_the_draft_vocabulary_is_what_replies_use(shards):
     chosen = draft_vocabulary(shards, 10, 320)
     assert (np.diff(chosen) > 0).all()
     assert counts[chosen].min() >= np.delete(counts, chosen).max()
+
+
+def test_what_loops_is_found_and_left_out(tmp_path):
+    rng = np.random.default_rng(0)
+    plain = rng.integers(0, 1000, 60)
+    loop = np.concatenate([plain[:20], np.tile(plain[20:25], 8)])  # 5 tokens, eight times
+    tokens = np.stack([plain, loop]).astype(np.uint32)
+    found = looping(tokens, window=16)
+    assert not found[0].any()
+    assert np.flatnonzero(found[1]).tolist() == [*range(20 + 16 + 5 - 1, 60)]  # from the first window seen 5 tokens ago
+    assert not looping(tokens[:, :16], window=16).any()
+    np.savez(tmp_path / "shard-00000.npz", tokens=tokens, replies=np.ones(tokens.shape, bool))
+    ((_, kept),) = batches(read_shards(tmp_path), 2, seed=0, skip_loops=True)
+    assert sorted(kept.sum(1).tolist()) == [40, 60]
 
 
 def test_a_drafter_of_another_model_is_refused(model, target, shards, tmp_path):
