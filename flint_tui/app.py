@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -15,6 +16,7 @@ os.environ.setdefault("ESCDELAY", "25")  # ms until a lone Esc counts; Textual r
 from textual.app import App
 from textual.binding import BindingType
 from textual.command import Provider
+from textual.driver import Driver
 from textual.filter import LineFilter, NoColor
 from textual.message import Message
 
@@ -108,6 +110,13 @@ class FlintApp(App[None]):
             problems.append(error)
         self._problems = problems
 
+    def get_driver_class(self) -> type[Driver]:
+        if sys.platform == "win32" or "TEXTUAL_DRIVER" in os.environ:
+            return super().get_driver_class()
+        from flint_tui.driver import TerminalDriver
+
+        return TerminalDriver
+
     def _theme_name(self) -> str:
         return self.settings.theme if self.settings.theme in self.available_themes else themes.DARK.name
 
@@ -193,9 +202,15 @@ class FlintApp(App[None]):
         self.store.delete(conversation.id)
         self.store.flush()
 
+    def settle(self) -> None:
+        """What there is now stays: full garbage collections leave it out. One over the whole app took 60-90 ms, with
+        the interpreter's lock held, several times a minute: neither the decoder nor a key got through."""
+        gc.freeze()
+
     def open_conversation(self, conversation: Conversation) -> None:
         self.session.open(conversation)
         self.chat.show_conversation()
+        self.settle()
         self.chat.show_state()
         self.chat.show_figures()
 

@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from engine.sampling import Sampling
     from flint_tui.app import FlintApp
 
-DRAIN_S = 1 / 15
-MOST_SKIPPED = 5
-DRAINS_PER_PANEL_UPDATE = 3  # 5 Hz
+TICK_S = 1 / 30
+DRAIN_S = 1 / 15  # between two updates of the screen
+SCREEN_SHARE = 1 / 10  # of a core's time may go into the screen while a reply runs...
+SLOWEST_S = 1 / 3  # ...but it is brought up to date this often on the slowest machine
+PANELS_S = 1 / 5
 
 
 class ChatView(Screen[None]):
@@ -50,8 +52,9 @@ class ChatView(Screen[None]):
         self.engine_state = ""
         self.reply_entry: Entry | None = None
         self.editing: int | None = None  # index of the prompt that is being edited
-        self._ticks = 0
-        self._skip = 0
+        self._next_drain = 0.0  # perf_counter() before which the screen stays as it is
+        self._next_panels = 0.0
+        self._cpu = 0.0  # thread_time() at the last drain
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
@@ -76,7 +79,7 @@ class ChatView(Screen[None]):
         self.queue_line.display = False
         self.composer.set_history(self.session.store.prompts())
         self.set_class(not self.app.settings.panels, "-no-panels")
-        self.drain_timer = self.set_interval(DRAIN_S, self.drain, pause=True)
+        self.drain_timer = self.set_interval(TICK_S, self.drain, pause=True)
         keys = self.app.keys
         shown = [(keys.get(a.id, a.key), a.short, f"app.perform('{a.id}')") for a in ACTIONS if a.short]
         self.query_one(KeyLine).show_keys(shown)
@@ -93,16 +96,19 @@ class ChatView(Screen[None]):
 
     def watch_engine(self) -> None:
         """A job was given: look into the outbox until it is done. While nothing runs no timer does."""
-        self._skip = 0
+        self._next_drain = 0.0
+        self._cpu = time.thread_time()
         self.drain_timer.resume()
 
     def drain(self) -> None:
         """Show everything that happened since the last call, with one paint."""
-        if self._skip:
-            self._skip -= 1
+        now = time.perf_counter()
+        if now < self._next_drain:
             return
-        started = time.perf_counter()
-        self._ticks += 1
+        # What the last drain and its painting cost says when the screen can afford the next one.
+        cpu = time.thread_time()
+        self._next_drain = now + max(DRAIN_S, min(SLOWEST_S, (cpu - self._cpu) / SCREEN_SHARE)) - TICK_S / 2
+        self._cpu = cpu
         tokens: list[Tokens] = []
         for outcome in self.session.engine.drain():
             if isinstance(outcome, ReplyEvent) and isinstance(outcome.event, Tokens) and self._is_current(outcome):
@@ -127,15 +133,14 @@ class ChatView(Screen[None]):
                 case ReplyEvent():
                     pass  # of a reply that was already given up
         self._show_tokens(tokens)
-        if self._ticks % DRAINS_PER_PANEL_UPDATE == 0:
+        if now >= self._next_panels:
+            self._next_panels = now + PANELS_S - TICK_S / 2
             self.session.live.sample()
             self.show_figures()
         engine = self.session.engine
         if not engine.busy and engine.outbox.empty():  # in this order: what a job puts last is there before it ends
             self.drain_timer.pause()
             self.show_figures()
-        # A slow screen is updated less often, so that at most a quarter of the time goes into it.
-        self._skip = min(MOST_SKIPPED, int((time.perf_counter() - started) * 3 / DRAIN_S))
 
     def _is_current(self, outcome: ReplyEvent) -> bool:
         return self.session.reply is not None and outcome.reply == self.session.reply.number
@@ -149,10 +154,9 @@ class ChatView(Screen[None]):
         entry = self.reply_entry
         assert entry is not None
         speculative = any(any(event.draft_mask) for event in events)
-        for event in events if speculative else merged:
-            text, marks = self.session.grow(event)
-            if text:
-                entry.document.append(text, marks)
+        grown = [self.session.grow(event) for event in (events if speculative else merged)]
+        if text := "".join(text for text, _ in grown):
+            entry.document.append(text, [mark for _, marks in grown for mark in marks])
         entry.footer = ""
         self.transcript.changed(entry)
 
@@ -204,6 +208,7 @@ class ChatView(Screen[None]):
         self.facts = facts
         self.engine_state = ""
         self.session.model = facts.model
+        self.app.settle()
         if self.session.options.mode == "speculative" and facts.verify_width < 2:
             self.session.options = replace(self.session.options, mode="single")
         self.show_state()

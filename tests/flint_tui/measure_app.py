@@ -1,8 +1,9 @@
 """Measures the app on a pseudo-terminal and prints the figures; run by hand, on a quiet machine.
 
-    python -m tests.flint_tui.measure_app
+    python -m tests.flint_tui.measure_app [MEASURE...]
 
-The decoder is a fake whose steps are native work of a fixed length, so only the app is measured.
+The decoder is a fake whose steps are native work of a fixed length, so only the app is measured. Each measure ends with
+what other processes took of the machine meanwhile: above a few per cent the figures are theirs, not the app's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.flint_tui.run_fake import PacedEngine
 from tests.flint_tui.terminal import Terminal, fake_app
 
 READY = "sk anything"  # the cursor stands on the first letter
-SECONDS = 8.0
+SECONDS = 5.0
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -59,6 +60,21 @@ def wait_entry(log: Path, what: str, count: int = 1) -> dict[str, Any]:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def machine_seconds() -> float:
+    """CPU time that all processes have used."""
+    user, nice, system, _, _, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split(None, 11)[1:11])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def others() -> Iterator[None]:
+    """Says what share of the machine other processes used in the block."""
+    machine, own, began = machine_seconds(), sum(os.times()[:4]), time.monotonic()
+    yield
+    used = machine_seconds() - machine - (sum(os.times()[:4]) - own)
+    print(f"    others: {max(0.0, used) / (time.monotonic() - began) / (os.cpu_count() or 1):.0%} of the machine")
 
 
 def rate_without_screen(rate: int, tokens: int) -> float:
@@ -224,7 +240,8 @@ def main() -> None:
     wanted = sys.argv[1:]
     for measure in ALL:
         if not wanted or measure.__name__ in wanted:
-            measure()
+            with others():
+                measure()
             sys.stdout.flush()
 
 

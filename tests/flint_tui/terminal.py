@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class Terminal:
     """Runs `command`; `output` is everything drawn so far. Use as a context manager: what still runs is killed."""
 
-    def __init__(self, command: list[str], size: tuple[int, int] = (120, 36), **environment: str) -> None:
+    def __init__(
+        self, command: list[str], size: tuple[int, int] = (120, 36), ignore_hangup: bool = False, **environment: str
+    ) -> None:
         self.master, slave = pty.openpty()
         self.resize(*size)
         self.before = termios.tcgetattr(slave)
@@ -31,7 +34,7 @@ class Terminal:
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=variables, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=lambda: _begin(ignore_hangup),
         )  # fmt: skip
         self.slave = slave
         self.output = bytearray()
@@ -55,8 +58,7 @@ class Terminal:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        os.close(self.slave)
-        os.close(self.master)
+        self._close()
 
     def type(self, keys: str) -> float:
         """Send keys; returns when."""
@@ -72,6 +74,17 @@ class Terminal:
                 if not self.changed.wait(deadline - time.monotonic()) and time.monotonic() > deadline:
                     raise AssertionError(f"{text!r} was not drawn: ...{bytes(self.output[-400:])!r}")
         return time.monotonic()
+
+    def vanish(self) -> None:
+        """Close both ends, as when the connection to a remote terminal breaks."""
+        self.type("x")  # its echo wakes our reader, which holds the master open as long as it waits
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in (self.slave, self.master):
+            with suppress(OSError):
+                os.close(descriptor)
+        self.slave = self.master = -1
 
     def resize(self, width: int, height: int) -> None:
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
@@ -90,6 +103,16 @@ class Terminal:
         return undone and termios.tcgetattr(self.slave)[3] == self.before[3]
 
 
-def fake_app(options: dict[str, Any], size: tuple[int, int] = (120, 36), **environment: str) -> Terminal:
+def _begin(ignore_hangup: bool) -> None:
+    """In the child: the terminal becomes its controlling terminal."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if ignore_hangup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def fake_app(
+    options: dict[str, Any], size: tuple[int, int] = (120, 36), ignore_hangup: bool = False, **environment: str
+) -> Terminal:
     """The app with the paced fake engine."""
-    return Terminal([sys.executable, "-m", "tests.flint_tui.run_fake", json.dumps(options)], size, **environment)
+    command = [sys.executable, "-m", "tests.flint_tui.run_fake", json.dumps(options)]
+    return Terminal(command, size, ignore_hangup, **environment)

@@ -177,3 +177,27 @@ def test_a_storm_of_resizes_while_streaming(tmp_path: Path) -> None:
         terminal.type("\x11")
         assert terminal.wait(LEAVE_S) == 0
         assert terminal.restored
+
+
+def test_bytes_that_are_not_utf8_do_no_harm(tmp_path: Path) -> None:
+    with fake_app({}) as terminal:
+        terminal.wait_for(READY)
+        os.write(terminal.master, b"caf\xe9 \xff")
+        terminal.wait_for("caf\N{REPLACEMENT CHARACTER}")
+        terminal.type("zzz")
+        terminal.wait_for("zzz")
+        terminal.type("\x11")
+        assert terminal.wait(LEAVE_S) == 0
+
+
+@pytest.mark.parametrize("rate", [0, 300], ids=["idle", "streaming"])
+def test_a_vanished_terminal_ends_the_app_even_where_hangups_are_ignored(rate: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with fake_app({"rate": rate, "log": str(log)}, ignore_hangup=True) as terminal:
+        terminal.wait_for(READY)
+        wait_log(log, "loaded")
+        if rate:
+            terminal.type("go\r")
+            terminal.wait_for("strikes")
+        terminal.vanish()
+        terminal.wait(LEAVE_S)
