@@ -33,9 +33,11 @@ bench = typer.Typer(
 
 
 def register(app: typer.Typer) -> None:
+    from flint_tui.commands.bench_kernels import kernels
     from flint_tui.commands.bench_spec import spec
 
     bench.command()(spec)
+    bench.command()(kernels)
     app.add_typer(bench, name="bench")
 
 

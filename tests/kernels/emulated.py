@@ -72,10 +72,13 @@ class EmulatedDevice(CudaDevice):
         shared_bytes: int = 160_000,
         clock: Callable[[Sequence[Step]], float] = lambda steps: 1e-3,
         order: int = 0,
+        l2_bytes: int = 64 << 10,
     ) -> None:
         library = EmulatedLibcuda(sm_count=sms)
         library.attributes[97] = shared_bytes
+        library.attributes[38] = l2_bytes
         library.order = order
+        self.library = library
         super().__init__(driver=Driver(library), place="cpu")
         self.timed: list[Sequence[Step]] = []
         self._clock = clock

@@ -8,13 +8,13 @@ import pytest
 from kernels.build import ARCHITECTURES, compile_cubin
 from kernels.cuda.experiments import formats, levers
 from kernels.cuda.experiments.gpu import FOLDER, SOURCES
+from kernels.cuda.experiments.levers import LEVERS
 from kernels.cuda.experiments.sweep import Launch, RowsArgument, Size, Step, Variant, Weights
 from tests.kernels.emulated import EmulatedDevice, kernels_of, libraries
 
 # Channels that fill a chunk of 1024 and a quarter of the next, or two and a half; or less than one.
 SMALL = Size(hidden=384, inner=2560, layers=2)
-SIZES = {"products": Size(1280, 256, 2), "tensor_cores": Size(384, 256, 2), "sparsity": Size(640, 256, 2)}
-LEVERS = ("reads", "products", "tensor_cores", "splits", "sparsity", "fusion", "stacks", "barriers")
+SIZES = {"gemv": Size(1280, 256, 2), "tensor": Size(384, 256, 2), "sparsity": Size(640, 256, 2)}
 OFTEN = ("sm_80", "sm_90a", "sm_100a")
 
 needs_compiler = pytest.mark.skipif(not libraries(), reason="no g++ to run the kernels on the CPU")
@@ -91,14 +91,14 @@ def test_fixed_point_x_is_x() -> None:
 
 
 def variants_of(lever: str, device: EmulatedDevice) -> list[Variant]:
-    return getattr(levers, lever)(device, Weights(device, SIZES.get(lever, SMALL)))
+    return LEVERS[lever](device, Weights(device, SIZES.get(lever, SMALL)))
 
 
 @needs_compiler
 @pytest.mark.parametrize("order", [5, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lever", LEVERS)
 def test_every_variant_computes_the_right_thing(lever: str, order: int) -> None:
-    device = EmulatedDevice(sms=14 if lever == "barriers" else 3, order=order)
+    device = EmulatedDevice(sms=14 if lever == "barrier" else 3, order=order)
     variants = variants_of(lever, device)
     assert [v.base for v in variants].count(True) == 1
     assert len({v.name for v in variants}) == len(variants)
@@ -114,7 +114,7 @@ def test_every_variant_computes_the_right_thing(lever: str, order: int) -> None:
 def test_a_check_notices_one_wrong_weight_and_one_row_that_nobody_wrote() -> None:
     """The checks can fail: a changed word in the middle matrix's reference, a launch left out."""
     device = EmulatedDevice()
-    plain = next(v for v in variants_of("products", device) if v.base)
+    plain = next(v for v in variants_of("gemv", device) if v.base)
     last = plain.steps[-1]
     assert isinstance(last, Launch)
     assert plain.check() <= plain.tolerance
@@ -127,7 +127,7 @@ def test_a_check_notices_one_wrong_weight_and_one_row_that_nobody_wrote() -> Non
 
 def test_a_device_with_little_shared_memory_is_told_what_does_not_fit() -> None:
     device = EmulatedDevice(shared_bytes=40_000)
-    reads, products = variants_of("reads", device), variants_of("products", device)
+    reads, products = variants_of("read", device), variants_of("gemv", device)
     missing = {v.name: v.missing for v in [*reads, *products] if v.missing}
     assert "bulk copies, 3 x 16 KB" in missing
     assert "bulk copies, 2 x 16 KB" not in missing

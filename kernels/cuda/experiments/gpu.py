@@ -61,8 +61,11 @@ class CudaDevice:
         import torch
 
         generator = torch.Generator(self._place).manual_seed(seed)
-        words = torch.randint(0, 2**32, (nbytes // 4,), dtype=torch.int64, device=self._place, generator=generator)
-        return self._kept(words.to(torch.uint32).view(torch.uint8))
+        bytes_ = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=self._place, generator=generator)
+        return self._kept(bytes_)
+
+    def free_bytes(self) -> int:
+        return self._driver.memory()[0]
 
     def put(self, array: np.ndarray) -> TensorBuffer:
         import torch

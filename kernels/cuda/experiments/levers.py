@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, c_int, c_uint32, c_uint64, c_void_p
 from functools import cached_property
 
@@ -18,7 +18,6 @@ from kernels.cuda.experiments.sweep import (
     Launch,
     Layout,
     RowsArgument,
-    Size,
     Step,
     Variant,
     Weights,
@@ -48,13 +47,6 @@ class StackArgument(Structure):
         ("blocks", c_uint32),
         ("across", c_int),
     )
-
-
-def all_levers(device: Device, size: Size) -> Iterator[list[Variant]]:
-    """Lever by lever, each a list of variants to be timed in turn."""
-    weights = Weights(device, size)
-    for lever in (reads, products, tensor_cores, splits, sparsity, fusion, stacks, barriers):
-        yield lever(device, weights)
 
 
 # --- the levers -------------------------------------------------------------------------------------------------------
@@ -105,7 +97,7 @@ class _Products:
         self.count = w.count(rows, channels)
         rng = np.random.default_rng(11)
         host = rng.standard_normal(channels).astype(np.float32)
-        host[rng.random(channels) < inactive] = 0.0
+        host[rng.permutation(channels)[: round(inactive * channels)]] = 0.0
         self.host_x, self.x = host, device.put(host)
         self.y = device.put(np.zeros(self.count * rows, np.float32))
         self._truths: dict[tuple[Layout, int], np.ndarray] = {}
@@ -531,6 +523,19 @@ def barriers(device: Device, w: Weights) -> list[Variant]:
             "shorter queues, but three trips through the L2 cache one after the other",
         ),
     ]
+
+
+# In the order of their tables; a key is what --only names.
+LEVERS: dict[str, Callable[[Device, Weights], list[Variant]]] = {
+    "read": reads,
+    "gemv": products,
+    "tensor": tensor_cores,
+    "split": splits,
+    "sparsity": sparsity,
+    "fusion": fusion,
+    "mlp": stacks,
+    "barrier": barriers,
+}
 
 
 def _staged(channels: int) -> int:

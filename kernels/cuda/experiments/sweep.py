@@ -81,6 +81,14 @@ class Size:
     inner: int = 8192
     layers: int = 40
 
+    def problem(self) -> str:
+        """Why the kernels cannot take this size; "" where they can."""
+        if self.hidden % formats.GROUP:
+            return f"hidden {self.hidden} is not a multiple of {formats.GROUP}"
+        if self.inner % 512:  # two rows' scales of `down` are a whole number of 16 bytes
+            return f"inner {self.inner} is not a multiple of 512"
+        return ""
+
     @property
     def total_bytes(self) -> int:
         return 3 * self.layers * formats.matrix_bytes(self.inner, self.hidden)
