@@ -54,14 +54,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """rows: lever by lever. peak: the datasheet's or driver's figure. state: clocks and throttle reasons afterwards."""
+    """rows: lever by lever. peak: the datasheet's or driver's figure. states: clocks and throttle
+    reasons behind each lever, by its key."""
 
     gpu: str
     size: Size
     rounds: int
     peak: Bandwidth | None
     rows: tuple[Row, ...]
-    state: dict[str, Any]
+    states: dict[str, Any]
 
     @property
     def read(self) -> Bandwidth | None:
@@ -130,6 +131,7 @@ def run(
             "Give fewer --layers.",
         )
     rows: list[Row] = []
+    states: dict[str, Any] = {}
     say("random weights")
     weights = Weights(device, size)
     for key in keys:
@@ -137,9 +139,10 @@ def run(
             rows += measure(LEVERS[key](device, weights), device, rounds, say)
         except CudaError as error:
             raise BackendError(f"{key}: the GPU reports {error}") from error
+        states[key] = snapshot()
     sheet = recognise(gpu.name, gpu.memory_bytes)
     datasheet = Bandwidth(sheet.bandwidth_gb_s, f"datasheet of the {sheet.name}") if sheet else None
-    return Outcome(gpu.name, size, rounds, datasheet or gpu_bandwidth(gpu), tuple(rows), snapshot())
+    return Outcome(gpu.name, size, rounds, datasheet or gpu_bandwidth(gpu), tuple(rows), states)
 
 
 def measure(
@@ -201,7 +204,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
         "read_gb_s": read.gb_s if read else None,
         "read_source": read.source if read else None,
         "rows": [_row_json(row, outcome) for row in outcome.rows],
-        "state": outcome.state,
+        "states": outcome.states,
     }
 
 
