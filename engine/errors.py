@@ -11,21 +11,29 @@ class FlintError(Exception):
     Both may quote names out of files and answers of servers, so line breaks and control characters are replaced.
     """
 
+    what_to_do = ""  # the hint where whoever raises the error knows no better one
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(printable(message))
-        self.hint = printable(hint)
+        self.hint = printable(hint or self.what_to_do)
 
 
 class CheckpointError(FlintError):
     """A checkpoint, GGUF or packed file is malformed, truncated or incomplete."""
 
+    what_to_do = "the file is damaged, incomplete or not what its name says: get it again, or take another model"
+
 
 class UnsupportedModel(FlintError):
     """The model is well formed, but its architecture or quantisation is not one that flint decodes."""
 
+    what_to_do = "`flint models` lists models that flint decodes"
+
 
 class ModelNotFound(FlintError):
     """No catalogue entry, packed model, directory or file of that name."""
+
+    what_to_do = "`flint models` lists what is packed, and what can be"
 
 
 class FetchError(FlintError):
@@ -58,6 +66,8 @@ class DrafterError(FlintError):
 
 class ChatTemplateError(FlintError):
     """A chat template does not compile, or refuses the conversation."""
+
+    what_to_do = "start a new conversation; if that does not help, correct the model's chat template and pack it again"
 
 
 class ArchiveError(FlintError):

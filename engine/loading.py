@@ -28,6 +28,7 @@ from engine.packed.tensors import tensor_shapes
 from engine.progress import Report, silent
 from engine.sampling import Sampling
 from engine.sources.catalog import CATALOG, EMBEDDED_DEFAULT, GPU_DEFAULT, find
+from engine.sources.fetch import LocalSource, identify, names_a_path
 from engine.text.chat_template import ChatTemplate, Message
 from engine.text.tokenizer import Tokenizer
 
@@ -206,15 +207,14 @@ def _directory(spec: str, notify: Notify, progress: Report) -> Path:
             entry = CATALOG[EMBEDDED_DEFAULT]
             size = human_bytes(entry.download_bytes)
             notify(f"{EMBEDDED_DEFAULT} is not here yet: downloading {size} from {entry.origin} ({entry.licence})")
-        elif _is_checkpoint(Path(spec).expanduser()):
-            notify(f"packing {spec}")
-        else:
+        elif not _is_checkpoint(spec):
             raise
         return pack(spec, progress=progress)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return (path.is_file() and path.suffix.lower() == ".gguf") or (path / "config.json").is_file()
+def _is_checkpoint(spec: str) -> bool:
+    """Whether a checkpoint on this disk is meant. Raises, saying why not, for a path that holds none."""
+    return names_a_path(spec) and isinstance(identify(spec).source, LocalSource)
 
 
 def _runs_well(entry: PackedEntry, backend: str) -> bool:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from engine.errors import CheckpointError, FlintError, UnsupportedModel, UsageError
-from engine.files.disk import disk_errors, require_room
+from engine.files.disk import disk_errors, require_room, require_writable
 from engine.files.locking import locked
 from engine.files.paths import cache_dir, models_dir
+from engine.files.reading import read_file
 from engine.files.safetensors_file import DTYPES
 from engine.packed.conversion import convert, describe, plan_storage
 from engine.packed.library import NAME, clear_leftovers, entry_at, lock_path, packed_models
-from engine.packed.manifest import TEMPLATE_NAME, TOKENIZER_NAME, Quantization, Source
+from engine.packed.manifest import MAX_MANIFEST_BYTES, TEMPLATE_NAME, TOKENIZER_NAME, Quantization, Source
 from engine.packed.matrix import GROUPS, Storage
 from engine.packed.tensors import tensor_shapes
 from engine.packed.writer import PackedWriter
@@ -106,6 +107,7 @@ def pack(
             return done
         clear_leftovers(target.name)
         fetch = open_fetch(target)
+        require_writable(models_dir() / target.name)  # better said before a download of gigabytes than after it
         require_room(fetch.room, f"Downloading {target.name}")
         packed = (models_dir(), _estimate(target, options, fetch))
         require_room([*fetch.kept, packed], f"Packing {target.name}")
@@ -237,16 +239,17 @@ def _text_files(checkpoint: Checkpoint) -> tuple[bytes, str | None]:
     """tokenizer.json and the chat template's source, read before the long part begins."""
     from engine.text.chat_template import template_from_gguf, template_from_hf
     from engine.text.gguf_tokenizer import tokenizer_from_gguf
+    from engine.text.tokenizer import MAX_TOKENIZER_BYTES
 
     if checkpoint.directory is None:
         return tokenizer_from_gguf(checkpoint.metadata).to_str().encode(), template_from_gguf(checkpoint.metadata)
     path = checkpoint.directory / TOKENIZER_NAME
-    if not path.is_file():
+    if not path.exists():
         raise UnsupportedModel(
             f"{checkpoint.directory} has no tokenizer.json",
             "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
         )
-    return path.read_bytes(), template_from_hf(checkpoint.directory)
+    return read_file(path, MAX_TOKENIZER_BYTES), template_from_hf(checkpoint.directory)
 
 
 def _with_stop_tokens(config: ModelConfig, tokenizer: bytes, entry: CatalogEntry | None) -> ModelConfig:
@@ -293,17 +296,24 @@ def _packed_by_same_request(target: Target, options: PackOptions) -> Path | None
         return None
     revision = fingerprint(target.source) if isinstance(target.source, LocalSource) and not target.entry else None
     for entry in packed_models():
-        source, request = entry.manifest.source, entry.directory / REQUEST_NAME
+        source = entry.manifest.source
         if (
             entry.directory.parent.name == target.name
             and source.location == target.location
             and revision in (None, source.revision)
             and REQUEST_NAME in entry.manifest.files
-            and request.is_file()
-            and request.read_bytes() == _request(options)
+            and _request_of(entry.directory) == _request(options)
         ):
             return entry.directory
     return None
+
+
+def _request_of(directory: Path) -> bytes:
+    """What a packed model was asked for; nothing where that cannot be read."""
+    try:
+        return read_file(directory / REQUEST_NAME, MAX_MANIFEST_BYTES)
+    except CheckpointError:
+        return b""
 
 
 def _same_source(directory: Path, target: Target, revision: str, sha256: str) -> bool:

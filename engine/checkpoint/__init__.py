@@ -6,6 +6,7 @@ from pathlib import Path
 
 from engine.checkpoint.base import Checkpoint
 from engine.errors import CheckpointError, ModelNotFound
+from engine.files.reading import open_regular
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
@@ -31,8 +32,5 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _magic(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(4)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    with open_regular(path) as file:
+        return file.read(4)

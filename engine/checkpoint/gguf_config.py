@@ -137,7 +137,8 @@ class _Keys:
         if not isinstance(value, int | float) or isinstance(value, bool):
             self._mistyped(key, "a number")
         # GGUF holds these as float32; the shortest decimal is what the model's config.json said (1e-05, not 9.99e-06).
-        single = np.float32(value)
+        with np.errstate(over="ignore"):  # a float64 beyond float32: refused as implausible
+            single = np.float32(value)
         return float(str(single)) if float(single) == value else float(value)
 
     def _value(self, key: str, default: Any) -> Any:

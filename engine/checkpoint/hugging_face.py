@@ -13,6 +13,7 @@ from engine.checkpoint.compressed_tensors import SUFFIXES, PackedWeight, check_q
 from engine.checkpoint.hf_config import config_from_hf
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, UnsupportedModel
+from engine.files.reading import read_file
 from engine.files.safetensors_file import SafetensorsFile
 from engine.files.strict_json import Record, parse_object
 from engine.packed.matrix import Matrix, Storage, all_finite
@@ -181,14 +182,7 @@ def open_folder(folder: Path) -> HuggingFaceCheckpoint:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_JSON + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(data) > _MAX_JSON:
-        raise CheckpointError(f"{path}: larger than {_MAX_JSON} bytes")
-    return parse_object(data, str(path))
+    return parse_object(read_file(path, _MAX_JSON), str(path))
 
 
 def _open_shards(folder: Path) -> list[SafetensorsFile]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from engine.errors import DiskFull, FlintError
 MARGIN_BYTES = 32 << 20  # file system overhead, manifests, tokenizers
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EIO)
+UNWRITABLE += (errno.ENAMETOOLONG, errno.ELOOP)
+
+_ANOTHER_FOLDER = "set FLINT_CACHE_DIR (downloads: HF_HOME) to a folder you may write"
 
 
 def require_room(needs: Iterable[tuple[Path, int]], what: str) -> None:
@@ -30,6 +34,13 @@ def require_room(needs: Iterable[tuple[Path, int]], what: str) -> None:
                 f"{what} needs {human_bytes(size + MARGIN_BYTES)} in {place}, which has {human_bytes(free)} free",
                 "free some space, or set FLINT_CACHE_DIR (downloads: HF_HOME) to a folder on a larger disk",
             )
+
+
+def require_writable(folder: Path) -> None:
+    """Raise FlintError unless files can be made in the folder, or in the nearest one above it that exists."""
+    place = existing_parent(folder)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise FlintError(f"Cannot write {place}", _ANOTHER_FOLDER)
 
 
 @contextmanager
@@ -52,10 +63,7 @@ def disk_errors(folder: Path, what: str) -> Iterator[None]:
         unmade = error.errno == errno.ENOENT and _leads_to(folder, error.filename)
         if error.errno in UNWRITABLE or unmade:
             where = error.filename or folder
-            raise FlintError(
-                f"Cannot write {where}: {error.strerror}",
-                "set FLINT_CACHE_DIR (downloads: HF_HOME) to a folder you may write",
-            ) from error
+            raise FlintError(f"Cannot write {where}: {error.strerror}", _ANOTHER_FOLDER) from error
         raise
 
 
@@ -67,7 +75,7 @@ def _leads_to(folder: Path, path: str | None) -> bool:
 def existing_parent(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import CheckpointError
+from engine.files.reading import open_regular
 from engine.files.strict_json import Record, parse_object
 
 # safetensors dtype -> numpy dtype; bf16 is held as uint16.
@@ -87,14 +88,10 @@ def release(data: mmap.mmap, start: int, nbytes: int) -> None:
 def map_file(path: Path) -> mmap.mmap:
     """A read-only memory map of a whole file; CheckpointError where it is missing, empty or unreadable."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
     except ValueError:
         raise CheckpointError(f"{path}: the file is empty") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:

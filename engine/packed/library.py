@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import FlintError, ModelNotFound
-from engine.files.paths import cache_dir, models_dir
+from engine.files.disk import disk_errors
+from engine.files.paths import cache_dir, models_dir, user_path
 from engine.sources.catalog import CATALOG, near_matches, not_found, shorten
 
 if TYPE_CHECKING:
@@ -118,10 +119,9 @@ def entry_at(directory: Path) -> PackedEntry:
 def resolve(name: str) -> Path:
     """The directory that `lookup` finds, or the packed model at an explicit path (one with a separator or a dot)."""
     if os.sep in name or name.startswith((".", "~")):
-        with contextlib.suppress(OSError, RuntimeError):  # a name too long, or ~ of nobody
-            directory = Path(name).expanduser()
-            if (directory / "manifest.json").is_file():
-                return directory
+        directory = user_path(name)
+        if os.path.isfile(directory / "manifest.json"):
+            return directory
     return lookup(name).directory
 
 
@@ -130,12 +130,13 @@ def remove(directory: Path) -> None:
     root = models_dir()
     if directory.parent.parent != root or not NAME.fullmatch(directory.name):
         raise ModelNotFound(f"{directory} is not in {root}", "`flint models` lists what can be removed")
-    if directory.is_symlink():
-        directory.unlink()
-    else:
-        doomed = directory.with_name(f"{REMOVING_PREFIX}{directory.name}-{os.getpid()}")
-        os.rename(directory, doomed)
-        shutil.rmtree(doomed)
+    with disk_errors(directory, f"{directory} was being removed"):
+        if directory.is_symlink():
+            directory.unlink()
+        else:
+            doomed = directory.with_name(f"{REMOVING_PREFIX}{directory.name}-{os.getpid()}")
+            os.rename(directory, doomed)
+            shutil.rmtree(doomed)
     with contextlib.suppress(OSError):
         directory.parent.rmdir()  # only when it was the last variant
 
@@ -172,8 +173,13 @@ def _directories() -> list[Path]:
 
 
 def _folders() -> list[Path]:
+    root = models_dir()
     try:
-        return sorted(path for path in models_dir().iterdir() if NAME.fullmatch(path.name) and path.is_dir())
+        return sorted(path for path in root.iterdir() if NAME.fullmatch(path.name) and path.is_dir())
+    except PermissionError as error:  # not "nothing is packed": that would download it all again
+        raise FlintError(
+            f"{root} cannot be read: {error.strerror}", "check its permissions, or set FLINT_CACHE_DIR"
+        ) from None
     except OSError:
         return []
 

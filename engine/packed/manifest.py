@@ -18,6 +18,7 @@ WEIGHTS_NAME = "weights.safetensors"
 TOKENIZER_NAME = "tokenizer.json"
 TEMPLATE_NAME = "chat_template.jinja"
 MAX_MANIFEST_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 4 << 20
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

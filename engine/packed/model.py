@@ -40,10 +40,12 @@ import numpy as np
 
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ModelNotFound
+from engine.files.reading import FileMissing, read_file, read_text
 from engine.files.safetensors_file import SafetensorsFile
 from engine.packed.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    MAX_TEMPLATE_BYTES,
     TEMPLATE_NAME,
     TOKENIZER_NAME,
     WEIGHTS_NAME,
@@ -136,27 +138,18 @@ class PackedModel:
         """Source of the Jinja template, or None."""
         if TEMPLATE_NAME not in self.manifest.files:
             return None
-        try:
-            return (self.directory / TEMPLATE_NAME).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.directory / TEMPLATE_NAME}: cannot be read ({error})") from None
+        return read_text(self.directory / TEMPLATE_NAME, MAX_TEMPLATE_BYTES)
 
 
 def read_manifest(directory: Path) -> Manifest:
     """Only the manifest of a packed model (for listings). Errors as in `PackedModel.open`."""
     path = directory / MANIFEST_NAME
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except (FileNotFoundError, NotADirectoryError):
+        return Manifest.from_bytes(read_file(path, MAX_MANIFEST_BYTES), str(path))
+    except FileMissing:
         raise ModelNotFound(
             f"{directory}: no packed model there", hint="`flint models list` shows what is packed"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes")
-    return Manifest.from_bytes(data, str(path))
 
 
 def _storage_of(weights: SafetensorsFile, shapes: dict[str, tuple[int, ...]]) -> MappingProxyType[str, Storage]:

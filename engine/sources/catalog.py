@@ -145,7 +145,8 @@ def find(name: str) -> CatalogEntry | None:
 def near_matches(name: str, known: list[str]) -> list[str]:
     """Up to three of `known` that a mistyped `name` may have meant, best first."""
     wanted = name.lower()
-    parts = [candidate for candidate in known if wanted and (wanted in candidate or candidate in wanted)]
+    # A part of fewer than three letters says nothing: "." is in most names.
+    parts = [candidate for candidate in known if len(wanted) > 2 and (wanted in candidate or candidate in wanted)]
 
     def likeness(candidate: str) -> float:
         """To the whole name, or to as much of its beginning as was typed ("smolm2")."""

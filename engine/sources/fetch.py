@@ -17,12 +17,13 @@ from typing import Protocol
 
 from engine.errors import CheckpointError, ModelNotFound
 from engine.files.disk import disk_errors
-from engine.files.paths import cache_dir
+from engine.files.paths import cache_dir, user_path
 from engine.progress import Progress, Report, check_cancelled
 from engine.sources import catalog, hub, wheel
 from engine.sources.catalog import CatalogEntry, HubSource, WheelSource
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WHAT_TO_NAME = "name a .gguf file, or a folder with config.json"
 QUANTISATION_SUFFIX = re.compile(r"[-._](?:I?Q\d\w*|BF16|F16|F32|FP16|FP32)$", re.IGNORECASE)
 
 
@@ -51,7 +52,7 @@ class Target:
             case WheelSource(package=package, version=version):
                 return f"pypi:{package}=={version}"
             case LocalSource(path=path):
-                return str(path)
+                return os.fsencode(path).decode(errors="backslashreplace")  # a file's name need not be UTF-8
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,23 @@ def identify(spec: str) -> Target:
 
     Raises ModelNotFound with near matches, or CheckpointError for a path that holds no checkpoint.
     """
-    path = _as_path(spec)
-    looks_like_path = spec.startswith((".", "~", os.sep)) or spec.lower().endswith(".gguf")
     entry = catalog.find(spec)
-    if entry is not None and not looks_like_path:
+    if entry is not None and not _looks_like_path(spec):
         return Target(entry.name, entry.source, entry)
-    if looks_like_path or (spec and _exists(path)):
-        return _identify_path(path)
+    if names_a_path(spec):
+        return _identify_path(user_path(spec))
     if HUB_NAME.fullmatch(spec):
         return Target(clean_name(spec.partition("/")[2]), HubSource(spec), None)
     raise catalog.not_found(spec, list(catalog.CATALOG))
+
+
+def names_a_path(spec: str) -> bool:
+    """Whether `spec` is written like a path, or something of that name is here."""
+    return _looks_like_path(spec) or (bool(spec) and os.path.exists(user_path(spec)))
+
+
+def _looks_like_path(spec: str) -> bool:
+    return spec.startswith((".", "~", os.sep)) or spec.lower().endswith(".gguf")
 
 
 def clean_name(text: str) -> str:
@@ -117,7 +125,7 @@ def fingerprint(source: LocalSource) -> str:
     paths = [source.path] if source.path.is_file() else sorted(p for p in source.path.iterdir() if p.is_file())
     for path in paths:
         status = path.stat()
-        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="surrogateescape"))
     return f"files:{digest.hexdigest()[:16]}"
 
 
@@ -133,22 +141,24 @@ def open_fetch(target: Target) -> Fetch:
 
 
 def _identify_path(path: Path) -> Target:
-    path = path.absolute()
-    if not _exists(path):
+    if not os.path.exists(path):
         raise ModelNotFound(f"{path} does not exist", "`flint models` lists what can be packed by name")
+    path = path.absolute()
     if not os.access(path, os.R_OK):
         raise CheckpointError(f"{path} cannot be read", "check its permissions")
+    if not path.is_dir() and not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder", _WHAT_TO_NAME)
     if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = sorted(path for path in path.glob("*.gguf") if path.is_file())
         if not (path / "config.json").is_file():
             if len(ggufs) != 1:
                 found = f"{len(ggufs)} .gguf files" if ggufs else "no config.json and no .gguf file"
-                raise CheckpointError(f"{path} holds {found}", "name a model directory or one .gguf file")
+                raise CheckpointError(f"{path} holds {found}", _WHAT_TO_NAME)
             path = ggufs[0]
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise CheckpointError(f"{path} is not a GGUF file", "name a GGUF file or a directory with config.json")
+                raise CheckpointError(f"{path} is not a GGUF file", _WHAT_TO_NAME)
         known = _known_wheel(path)
         if known is not None:
             return Target(known.name, LocalSource(path), known)
@@ -156,20 +166,6 @@ def _identify_path(path: Path) -> Target:
     # A snapshot in the hub's cache is named by its commit; its model is two folders up: models--org--name.
     repository = path.parent.parent.name if path.parent.name == "snapshots" else path.name
     return Target(clean_name(repository.rpartition("--")[2]), LocalSource(path), None)
-
-
-def _as_path(spec: str) -> Path:
-    try:
-        return Path(spec).expanduser()
-    except RuntimeError:  # ~ of a user that does not exist
-        return Path(spec)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name too long for the file system, among others
-        return False
 
 
 def _known_wheel(path: Path) -> CatalogEntry | None:

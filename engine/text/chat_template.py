@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ChatTemplateError, CheckpointError, FlintError
+from engine.files.reading import read_text
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ FALLBACK_TEMPLATE = """{{- bos_token }}
 FALLBACK_STOP_STRINGS = ("\nUser:", "\nSystem:")
 
 _NOT_CONTENT = frozenset({"role", "type"})  # the strings of a message that a template compares, not text of a person
+_MAX_FILE = 16 << 20  # bytes; real ones are under 1 MB
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -169,14 +171,14 @@ def template_from_hf(directory: Path | str) -> str | None:
     """The Jinja source beside a Hugging Face checkpoint (chat_template.jinja, else tokenizer_config.json), or None."""
     directory = Path(directory)
     own = directory / "chat_template.jinja"
-    if own.is_file():
-        return _read(own)
+    if own.exists():
+        return read_text(own, _MAX_FILE)
     for name in ("chat_template.json", "tokenizer_config.json"):
         path = directory / name
-        if path.is_file():
+        if path.exists():
             try:
-                config = json.loads(_read(path))
-            except ValueError as error:
+                config = json.loads(read_text(path, _MAX_FILE))
+            except (ValueError, RecursionError) as error:
                 raise CheckpointError(f"{path} is not valid JSON: {_one_line(error)}") from None
             source = _default_of(config.get("chat_template") if isinstance(config, dict) else None)
             if source:
@@ -207,13 +209,6 @@ def _texts(message: Message) -> str:
     found: list[str] = []
     _map_text(message, lambda text: found.append(text) or text)
     return "".join(found)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_one_line(error)}") from None
 
 
 def _one_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import CheckpointError, UnsupportedModel, UsageError
+from engine.files.reading import read_file
 from engine.text.gguf_tokenizer import from_the_library
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from engine.packed.model import PackedModel
 
+MAX_TOKENIZER_BYTES = 128 << 20  # of a tokenizer.json; the largest real ones have 35 MB
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -53,7 +55,7 @@ class Tokenizer:
         from tokenizers import Tokenizer as LibraryTokenizer
 
         try:
-            return cls(LibraryTokenizer.from_file(str(path)))
+            return cls(LibraryTokenizer.from_buffer(read_file(Path(path), MAX_TOKENIZER_BYTES)))
         except (CheckpointError, UnsupportedModel):
             raise
         except BaseException as error:

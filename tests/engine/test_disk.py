@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import DiskFull, FlintError
-from engine.files.disk import MARGIN_BYTES, disk_errors, human_bytes, require_room
+from engine.files.disk import (
+    MARGIN_BYTES,
+    disk_errors,
+    existing_parent,
+    human_bytes,
+    require_room,
+    require_writable,
+)
 
 
 @pytest.mark.parametrize(
@@ -75,3 +82,22 @@ def test_a_failing_disk_is_one_line(tmp_path: Path) -> None:
 def test_other_failures_pass_through(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), disk_errors(tmp_path, "x"):
         raise FileNotFoundError(errno.ENOENT, "gone", str(tmp_path / "weights"))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000])
+def test_a_name_too_long_for_the_file_system_is_one_line(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    assert existing_parent(folder) == tmp_path
+    with pytest.raises(FlintError, match=r"^Cannot write ") as failure, disk_errors(folder, "x"):
+        folder.mkdir(parents=True)
+    assert "FLINT_CACHE_DIR" in failure.value.hint
+
+
+def test_a_folder_that_may_not_be_written_is_found_before_anything_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_writable(tmp_path / "a" / "b")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(FlintError, match=f"Cannot write {tmp_path}") as failure:
+        require_writable(tmp_path / "a" / "b")
+    assert "FLINT_CACHE_DIR" in failure.value.hint

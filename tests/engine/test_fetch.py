@@ -135,3 +135,22 @@ def test_a_fingerprint_follows_every_file(tmp_path: Path) -> None:
     assert changed != before
     touch(tmp_path / "extra")
     assert fingerprint(source) != changed
+
+
+def test_a_files_name_need_not_be_utf8(tmp_path: Path) -> None:
+    try:
+        file = touch(tmp_path / os.fsdecode(b"caf\xe9.gguf"), b"GGUF")
+    except OSError:
+        pytest.skip("this file system's names are UTF-8")
+    target = identify(str(file))
+    assert target.location.endswith("caf\\xe9.gguf")
+    assert target.location.isprintable()
+    assert fingerprint(LocalSource(file)).startswith("files:")
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=r"m\.gguf is neither a file nor a folder"):
+        identify(str(tmp_path / "m.gguf"))
+    with pytest.raises(CheckpointError, match=r"no \.gguf file"):
+        identify(str(tmp_path))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.errors import ModelNotFound
+from engine.errors import FlintError, ModelNotFound
 from engine.files.paths import models_dir
 from engine.packed import library
 from engine.packed.library import clear_leftovers, lookup, packed_models, remove, resolve, scan
@@ -172,3 +174,41 @@ def test_a_replacement_killed_between_its_two_renames_is_undone() -> None:
     directory = add("m")
     os.rename(directory, directory.with_name(".int4-g32.previous"))
     assert [entry.directory for entry in packed_models()] == [directory]
+
+
+def test_a_models_folder_that_is_closed_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    add("mine")
+
+    def closed(self: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(FlintError, match=r"models cannot be read: Permission denied") as failure:
+        scan()
+    assert "FLINT_CACHE_DIR" in failure.value.hint
+
+
+def test_a_model_that_may_not_be_removed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = add("mine")
+
+    def refuse(old: Path, new: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(old), None, str(new))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(FlintError, match=r"^Cannot write .*: Permission denied$") as failure:
+        remove(directory)
+    assert failure.value.hint
+    assert lookup("mine").directory == directory
+
+
+@pytest.mark.parametrize("name", [".", "-", "4.", "a"])
+def test_a_letter_or_two_are_near_to_nothing(name: str) -> None:
+    with pytest.raises(ModelNotFound) as failure:
+        lookup(name)
+    assert failure.value.hint == "`flint models` lists what can be packed"
+
+
+def test_a_home_folder_of_nobody_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLINT_CACHE_DIR", "~no-such-user/cache")
+    with pytest.raises(FlintError, match="FLINT_CACHE_DIR is ~no-such-user/cache: there is no such user"):
+        scan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import loading
-from engine.errors import BackendError, DeviceOutOfMemory, ModelNotFound, UsageError
+from engine.errors import BackendError, DeviceOutOfMemory, FlintError, ModelNotFound, UsageError
 from engine.events import Event, Finished, Note, Tokens
 from engine.files.paths import models_dir
 from engine.loading import Engine, ReplyOptions, drafter_path, open_backend, open_engine, open_model
@@ -113,9 +114,38 @@ def test_on_a_gpu_with_nothing_packed_its_model_is_recommended(packer, monkeypat
 def test_a_checkpoint_on_this_disk_is_packed_first(packer, tmp_path):
     gguf = tmp_path / "some.gguf"
     gguf.write_bytes(b"GGUF")
-    lines: list[str] = []
-    open_model(str(gguf), notify=lines.append)
-    assert (packer, lines) == ([str(gguf)], [f"packing {gguf}"])
+    open_model(str(gguf))
+    open_model(str(tmp_path))  # a folder with a single one, too, as `flint pack` takes it
+    assert packer == [str(gguf), str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{tmp}/gone.gguf", "does not exist"),
+        ("{tmp}/notes.txt", "is not a GGUF file"),
+        ("{tmp}", "holds no config.json and no .gguf file"),
+        ("{tmp}/pipe", "is neither a file nor a folder"),
+        ("~no-such-user/m", "does not exist"),
+        ("x" * 5000, "No packed model named"),
+        ("." * 300, "does not exist"),
+    ],
+)
+def test_a_path_that_holds_no_model_says_why(packer, tmp_path, spec, message):
+    (tmp_path / "notes.txt").write_text("hello")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FlintError, match=message) as failure:
+        open_model(spec.format(tmp=tmp_path))
+    assert failure.value.hint
+    assert packer == []
+
+
+def test_a_folder_named_like_a_model_of_the_catalogue_downloads_nothing(packer, tmp_path, monkeypatch):
+    (tmp_path / GPU_DEFAULT).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFound, match="is not packed yet"):
+        open_model(GPU_DEFAULT)
+    assert packer == []
 
 
 def test_by_name_variant_and_directory(packer):
