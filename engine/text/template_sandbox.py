@@ -3,7 +3,7 @@
 Templates come with a model, from elsewhere. jinja2's sandbox keeps them away from Python; here every render also has a
 budget, so that a template can neither loop for minutes nor fill the memory. Loop turns, calls, filters, operators,
 literals and output are counted with the size of what they make, and an operation that multiplies its operands is
-refused beforehand. What remains possible: about a second of work, and one operation that makes _MAX_PRODUCT characters.
+refused beforehand. What remains possible: about a second of work, and one operation that makes _MAX_PRODUCT bytes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ _MAX_PRODUCT = 50_000_000
 _MAX_NUMBER_BITS = 4096
 _MAX_SOURCE = 1_000_000  # characters of template
 
-# Filters and string methods whose result can be as large as the product of their operands.
+# Filters, and methods of text, bytes and numbers, whose result can be as large as the product of their operands.
 _MULTIPLYING = frozenset(
     {"batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace", "rjust", "round"}
-    | {"slice", "truncate", "wordwrap", "zfill"}
+    | {"slice", "to_bytes", "translate", "truncate", "wordwrap", "zfill"}
 )
-# A width of a million in a format, or one taken from the arguments.
-_WIDE_FORMAT = re.compile(r"\d{6}|%[-#0 +\d.]*\*|\{[^}]*\{")
+# Filters that go through a text character by character.
+_ITERATING = frozenset({"batch", "groupby", "list", "map", "reject", "select", "slice", "sort", "unique"})
+_CHARACTERS_A_UNIT = 32  # for them
+_NUMBER = re.compile(r"\d+")
+_MAX_WIDTH = 100_000  # of all the fields of a format
+_FORMAT_OF_ANY_WIDTH = re.compile(r"%[-#0 +\d.]*\*|\{[^}]*\{")  # a width taken from the arguments
+_MAX_INDENT = 64
+_ITEM_BYTES = 8  # of a list, for each of its items
 
 
 class TooMuchWork(jinja2.TemplateError):
@@ -111,32 +117,41 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     @pass_context  # takes the context only so that jinja2 does not compute constant output while compiling
     def output(self, context: Any, value: Any) -> Any:
         """Called with every value that is written."""
-        return self.counted(value)
+        return self.counted(value if isinstance(value, str) else str(self.counted(value)))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and isinstance(right, int | float) and abs(right) > 64:
             raise TooMuchWork
         if operator == "*" and _holds(left) != _holds(right):
-            self._refuse_product(*((left, right) if _holds(left) else (right, left)))
-        if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise TooMuchWork
+            _refuse_product(*((left, right) if _holds(left) else (right, left)))
+        if operator == "%" and isinstance(left, str | bytes):
+            _refuse_wide(left)
+            _refuse_product(left, right)
         return self.counted(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(__obj, "__self__", None)
         if owner is __self:  # what this class put into the template
             return __obj(*args)
-        if isinstance(owner, str) and __obj.__name__ in _MULTIPLYING:
-            __self._refuse_product(owner, *args, *kwargs.values())
+        if isinstance(owner, str | bytes | int) and __obj.__name__ in _MULTIPLYING:
+            _refuse_product(owner, *args, *kwargs.values())
         __self.counted(args)
         __self.counted({name: value for name, value in kwargs.items() if not name.startswith("_")})
         return __self.counted(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None and _WIDE_FORMAT.search(value.__self__):
-            raise TooMuchWork
-        return wrapped
+        if wrapped is None:
+            return None
+        text = value.__self__
+        _refuse_wide(text)
+
+        @functools.wraps(wrapped)
+        def limited(*args: Any, **kwargs: Any) -> str:
+            _refuse_product(text, *args, *kwargs.values())
+            return wrapped(*args, **kwargs)
+
+        return limited
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same filter, counted. wraps() keeps jinja2's mark of what it passes as the first argument."""
@@ -144,28 +159,25 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
+            operand, others = args[first], (*args[first + 1 :], *kwargs.values())
             if name in _MULTIPLYING:
-                self._refuse_product(*args[first:], *kwargs.values())
-            if name == "format" and isinstance(args[first], str) and _WIDE_FORMAT.search(args[first]):
-                raise TooMuchWork
-            if isinstance(args[first], Iterator):
-                args = (*args[:first], self._metered(args[first]), *args[first + 1 :])
+                _refuse_product(operand, *others)
+            if name in _ITERATING and isinstance(operand, str | bytes):
+                self._spend(len(operand) // _CHARACTERS_A_UNIT)
+            if name == "format" and isinstance(operand, str):
+                _refuse_wide(operand)
+            if isinstance(operand, Iterator):
+                args = (*args[:first], self._metered(operand, others), *args[first + 1 :])
             return self.counted(function(*args, **kwargs))
 
         return limited
 
-    def _metered(self, items: Iterator[Any]) -> Iterator[Any]:
-        return (self.counted(item) for item in items)
-
-    def _refuse_product(self, first: Any, *others: Any) -> None:
-        product = len(first) if _holds(first) else 1
-        for operand in others:
-            if isinstance(operand, int | float):
-                product *= max(1, abs(operand))
-            elif _holds(operand):
-                product *= max(1, len(operand))
-        if not product <= _MAX_PRODUCT:
-            raise TooMuchWork
+    def _metered(self, items: Iterator[Any], others: tuple[Any, ...]) -> Iterator[Any]:
+        """The items, each counted with the filter's other arguments: join writes its separator as often."""
+        each = sum(_size(other) for other in others)
+        for item in items:
+            self._spend(each)
+            yield self.counted(item)
 
     def _spend(self, units: int) -> None:
         self._left -= units
@@ -173,13 +185,44 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise TooMuchWork
 
 
+def _refuse_product(first: Any, *others: Any) -> None:
+    """Raise TooMuchWork where `first`, repeated by numbers or filled with values, would become too large."""
+    factor = sum(abs(other) if isinstance(other, int | float) else _weight(other) for other in others)
+    if not max(1, _weight(first)) * max(1, factor) <= _MAX_PRODUCT:  # also for NaN
+        raise TooMuchWork
+
+
+def _refuse_wide(form: str | bytes) -> None:
+    """Raise TooMuchWork where the fields of a format are wide, or as wide as its arguments say."""
+    text = form if isinstance(form, str) else form.decode("latin-1")
+    width = sum(int(digits[:9]) for digits in _NUMBER.findall(text))
+    if width > _MAX_WIDTH or _FORMAT_OF_ANY_WIDTH.search(text):
+        raise TooMuchWork
+
+
 def _holds(value: Any) -> bool:
-    return isinstance(value, str | list | tuple | dict)
+    return isinstance(value, str | bytes | list | tuple | dict)
+
+
+def _weight(value: Any) -> int:
+    """Bytes of a value, roughly, with all that it holds; 0 for a number."""
+    weight, stack = 0, [value]
+    while stack and weight <= _MAX_PRODUCT:
+        item = stack.pop()
+        if isinstance(item, str | bytes):
+            weight += len(item)
+        elif isinstance(item, list | tuple):
+            weight += _ITEM_BYTES * len(item)
+            stack.extend(item)
+        elif isinstance(item, Mapping):
+            weight += _ITEM_BYTES * len(item)
+            stack.extend(item.values())
+    return weight
 
 
 def _size(value: Any) -> int:
     """Units of work that a value stands for, not counting what it holds."""
-    if isinstance(value, str | list | tuple | dict):
+    if _holds(value):
         return 1 + len(value) // _UNIT
     if isinstance(value, int) and value.bit_length() > _MAX_NUMBER_BITS:
         raise TooMuchWork
@@ -249,4 +292,6 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain json.dumps: jinja2's own tojson escapes <, > and & for HTML."""
+    if (indent is not None and indent > _MAX_INDENT) or any(len(text) > _MAX_INDENT for text in separators or ()):
+        raise TooMuchWork
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

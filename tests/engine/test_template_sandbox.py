@@ -61,6 +61,23 @@ BOMBS = {
     "map default": "{% set x = 'a' * 1000000 %}{{ range(99999) | map(attribute='no', default=x) | join }}",
     "round": "{{ 5 | round(10 ** 9, 'ceil') }}",
     "batch": "{{ [1] | batch(10 ** 9, 'x') | list }}",
+    "repeat bytes": "{{ 'a'.encode() * 10 ** 10 }}",
+    "center bytes": "{{ 'a'.encode().center(10 ** 10) }}",
+    "bytes, written": "{% set a = ('x' * 40000000).encode() %}{{ a }}{{ a }}",
+    "to_bytes": "{{ (1).to_bytes(10 ** 10, 'big') }}",
+    "% of bytes": "{{ '%1000000000d'.encode() % 1 }}",
+    "% many times": "{{ ('%(a)s' * 10000) % {'a': 'x' * 10000000} }}",
+    "% wide fields": "{{ ('%99999d' * 10000) % ((1,) * 10000) }}",
+    "format wide fields": "{{ ('{:>99999}' * 10000).format(*range(10000)) }}",
+    "format an item": "{{ ('{0[0]}' * 10000).format(['x' * 10000000]) }}",
+    "translate": "{{ ('a' * 1000000).translate({97: 'x' * 1000000}) }}",
+    "tojson indent": "{{ [[[[[[[[[1]]]]]]]]] | tojson(indent=40000000) }}",
+    "tojson separators": "{{ range(99999) | list | tojson(separators=('x' * 100000, ':')) }}",
+    "join an iterator": "{{ range(99999) | map('string') | join('y' * 100000) }}",
+    "repeat a small list": "{{ ([0] * 49000000) | length }}",
+    "unique characters": "{{ ('x' * 49000000) | unique | list }}",
+    "sorted characters": "{{ ('x' * 49000000) | sort }}",
+    "write often": "{% set a = 'x' * 40000000 %}{{ a }}{{ a }}",
 }
 
 
@@ -81,6 +98,13 @@ def set_off_the_bombs() -> None:
         except Exception as error:
             outcomes[name] = f"{type(error).__name__}: {error}"
     print(json.dumps(outcomes))
+
+
+def test_long_texts_in_a_format_are_no_bomb() -> None:
+    long = "x" * 100_000
+    for form in ("'{} {} {}'.format(x, x, x)", "'%s %s %s' % (x, x, x)", "'%s %s %s' | format(x, x, x)"):
+        source = "{% set x = messages[0]['content'] %}{{ " + form + " }}"
+        assert ChatTemplate(source).render(chat(long)) == " ".join([long] * 3)
 
 
 @pytest.mark.parametrize("name", BOMBS)
