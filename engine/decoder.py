@@ -21,7 +21,7 @@ from engine.backends.base import Backend, TokenBatch, WholeLoop
 from engine.drafting.base import Draft, Drafter
 from engine.drafting.draft_length import DraftLength
 from engine.drafting.verify import verify
-from engine.errors import BackendError, ContextOverflow, DrafterError, FlintError
+from engine.errors import BackendError, CheckpointError, ContextOverflow, DrafterError, FlintError
 from engine.events import Event, Finished, Note, Prefilled, PrefillProgress
 from engine.meter import Reading
 from engine.reply import Reply
@@ -125,6 +125,7 @@ class _Generation:
             self.reply.reason, error, hint = "error", str(failure), failure.hint
         except Exception as failure:  # told as the last event, so that no screen has to expect exceptions
             self.reply.reason, error = "error", f"{type(failure).__name__}: {failure}"
+            hint = "This is a bug in flint: please report it."
         finally:
             self.decoder.settle()
         self.reply.flush_text()
@@ -150,7 +151,12 @@ class _Generation:
         """Bring the prompt into the cache and choose the first token."""
         prompt, backend, cached = self.history, self.backend, self.decoder.cached
         if not prompt:
-            raise FlintError("The prompt is empty")
+            raise FlintError("The prompt is empty", "Write something; the chat template or tokenizer may drop it.")
+        if max(prompt) >= backend.config.vocab_size:
+            raise CheckpointError(
+                f"The tokenizer makes token {max(prompt)}, the model knows {backend.config.vocab_size}",
+                "its tokenizer.json belongs to another model: pack it again with the right one",
+            )
         if len(prompt) > backend.context_size:
             raise ContextOverflow(
                 f"The prompt has {len(prompt)} tokens, the context holds {backend.context_size}",

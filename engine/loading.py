@@ -92,7 +92,7 @@ class Engine:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids that the model is given for a conversation, up to the start of its reply."""
-        return self.template.encode(messages, self.tokenizer)
+        return self.template.encode(messages, self.tokenizer, most=self.backend.context_size)
 
     def reply(
         self, messages: Sequence[Message], options: ReplyOptions | None = None, cancel: threading.Event | None = None

@@ -38,7 +38,7 @@ class Sampling:
     draw any position.
 
     Raises UsageError for a value outside its range: temperature >= 0, top_k >= 0, 0 <= top_p <= 1, 0 <= min_p <= 1,
-    repeat_penalty > 0, repeat_window >= 0, 0 <= seed < 2**64.
+    0.01 <= repeat_penalty <= 100 (beyond, logits leave float32), repeat_window >= 0, 0 <= seed < 2**64.
     """
 
     temperature: float = 0.0
@@ -54,7 +54,7 @@ class Sampling:
         _require(self.top_k >= 0, "top-k", self.top_k, "0 (off) or more")
         _require(0 <= self.top_p <= 1, "top-p", self.top_p, "between 0 and 1 (off)")
         _require(0 <= self.min_p <= 1, "min-p", self.min_p, "between 0 (off) and 1")
-        _require(0 < self.repeat_penalty < math.inf, "repeat-penalty", self.repeat_penalty, "above 0; 1 is off")
+        _require(0.01 <= self.repeat_penalty <= 100, "repeat-penalty", self.repeat_penalty, "0.01 to 100; 1 is off")
         _require(self.repeat_window >= 0, "repeat-window", self.repeat_window, "0 or more")
         _require(0 <= self.seed < 1 << 64, "seed", self.seed, "from 0 to 2**64 - 1")
 

@@ -77,10 +77,12 @@ class ChatTemplate:
         messages: Sequence[Message],
         tokenizer: Tokenizer,
         add_generation_prompt: bool = True,
+        most: int | None = None,
         **variables: Any,
     ) -> list[int]:
         """Token ids of the rendered conversation. Special tokens come from the template only: where a message has one
-        written in it, it stays plain text. For other messages the ids are those of encoding the rendered text.
+        written in it, it stays plain text. For other messages the ids are those of encoding the rendered text. most:
+        the context; a text that is far longer raises ContextOverflow before it is encoded as a whole.
 
         The template is rendered with private-use characters around every message text and inside every special token
         written in one; they show, in the result, what came from a message. Where a template does not keep the first
@@ -93,6 +95,8 @@ class ChatTemplate:
             return self._render([_map_text(m, change) for m in messages], add_generation_prompt, variables, now)
 
         exact = render(lambda text: text)
+        if most is not None:
+            tokenizer.refuse_longer(exact, most)
         try:
             parts = marks.split(render(lambda text: marks.around(marks.inside(text, tokenizer))))
         except FlintError:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import CheckpointError, UnsupportedModel, UsageError
+from engine.errors import CheckpointError, ContextOverflow, UnsupportedModel, UsageError
 from engine.files.reading import read_file
 from engine.text.gguf_tokenizer import from_the_library
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from engine.packed.model import PackedModel
 
 MAX_TOKENIZER_BYTES = 128 << 20  # of a tokenizer.json; the largest real ones have 35 MB
+_PIECE = 1 << 18  # characters
+_CUT_TOKENS = 64  # far more than what cutting a text in two can add
+_MAX_GROWTH = 64  # of a text in normalisation; real tokenizers replace a space by another character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -32,6 +35,7 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        _refuse_growth(_state(tokenizer.normalizer))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
@@ -98,6 +102,20 @@ class Tokenizer:
         self._encode_plain(plain, ids)
         return ids
 
+    def refuse_longer(self, text: str, most: int) -> None:
+        """Raise ContextOverflow where a long text has far more than `most` tokens, judged by its pieces one at a time:
+        encoding a megabyte takes 200 MB. Where the pieces do not tell, nothing happens."""
+        if len(text) <= _PIECE:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(self.encode(text[start : start + _PIECE])) - _CUT_TOKENS
+            if count > most:
+                raise ContextOverflow(
+                    f"The prompt has {len(text)} characters, too many for a context of {most} tokens",
+                    "Shorten the prompt, or open the model with a larger --ctx.",
+                )
+
     def find_special(self, text: str) -> list[tuple[int, int]]:
         """(start, end) of every special token written in the text, in capital letters or small ones."""
         return [match.span() for match in self._special_pattern_any_case.finditer(text)]
@@ -151,7 +169,12 @@ class Tokenizer:
     def _plain_ids(self, text: str) -> list[int]:
         """The library's ids. Should its merges, or a vocabulary that is looked up by whole words, have built a special
         token from plain text, that token is spelled out in two halves."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            if not from_the_library(error):
+                raise
+            raise CheckpointError(f"the tokenizer fails on this text: {_one_line(error)}") from None
         if self._reserved.isdisjoint(ids):
             return ids
         spelled: list[int] = []
@@ -256,6 +279,17 @@ def _one_line(error: BaseException) -> str:
 def _state(component: Any) -> dict[str, Any]:
     """The configuration of a normalizer, pre-tokenizer or decoder, as in tokenizer.json; {} for None."""
     return json.loads(component.__getstate__()) if component is not None else {}
+
+
+def _refuse_growth(normalizer: dict[str, Any]) -> None:
+    """Raise UnsupportedModel where replacements could make a text of megabytes one of gigabytes."""
+    growth, steps = 1, [normalizer]
+    for step in steps:
+        steps += step.get("normalizers", [])
+        if step.get("type") == "Replace":
+            growth *= max(1, len(step["content"]))
+    if growth > _MAX_GROWTH:
+        raise UnsupportedModel(f"a tokenizer that makes texts up to {growth} times as long is not supported")
 
 
 def _take_first_prefix(tokenizer: tokenizers.Tokenizer) -> bool:

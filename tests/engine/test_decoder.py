@@ -504,3 +504,18 @@ def test_draft_marks_and_counts_by_position(tokenizer):
     drafted = np.sum([np.pad(e.position_drafted, (0, 3 - len(e.position_drafted))) for e in events], axis=0)
     assert list(drafted) == sorted(drafted, reverse=True)
     assert drafted[0] == sum(event.verify_steps for event in events)
+
+
+def test_a_token_that_the_model_does_not_know_is_one_line(tokenizer):
+    end = end_of(list(Decoder(FakeBackend(), tokenizer).generate([5, 100_000])))
+    assert (end.reason, end.error.partition(",")[0]) == ("error", "The tokenizer makes token 100000")
+    assert "another model" in end.hint
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_prompt_of_exactly_the_context_gets_one_token(kind, tokenizer):
+    for size, tokens in ((len(PROMPT), 1), (len(PROMPT) + 1, 2)):
+        events = list(Decoder(kind(context_size=size), tokenizer).generate(PROMPT))
+        assert (end_of(events).reason, len(ids_of(events))) == ("context", tokens)
+    end = end_of(list(Decoder(kind(context_size=len(PROMPT) - 1), tokenizer).generate(PROMPT)))
+    assert (end.reason, end.error) == ("error", "The prompt has 40 tokens, the context holds 39")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def test_unusable_logits_are_a_backend_error(options: Sampling, values: list[flo
         ("top_k", [-1]),
         ("top_p", [-0.1, 1.1, NAN]),
         ("min_p", [-0.1, 1.1, NAN]),
-        ("repeat_penalty", [0.0, -1.0, INF, NAN]),
+        ("repeat_penalty", [0.0, -1.0, INF, NAN, 1e-320, 0.0099, 100.1, 1e308]),
         ("repeat_window", [-1]),
         ("seed", [-1, 2**64]),
     ],
@@ -173,3 +174,14 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     distribution = probabilities(np.array([1.0, 3.0, 2.0], np.float32), Sampling(temperature=temperature), [])
     assert distribution.tolist() == ([0, 1, 0] if temperature < 1 else pytest.approx([1 / 3] * 3))
     assert math.isclose(distribution.sum(), 1.0)
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_extreme_penalties_stay_finite_and_quiet(penalty: float) -> None:
+    logits = np.array([1e4, -1e4, 2.0], np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a user would see them on the terminal
+        for temperature in (0.0, 1.0):
+            assert math.isclose(
+                probabilities(logits, Sampling(temperature, repeat_penalty=penalty), [0, 1, 2]).sum(), 1.0
+            )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from engine.errors import CheckpointError, UnsupportedModel, UsageError
+from engine.errors import CheckpointError, ContextOverflow, UnsupportedModel, UsageError
 from engine.text.gguf_tokenizer import tokenizer_from_gguf
 from engine.text.tokenizer import StopStrings, TextStream, Tokenizer
 from tests.engine.hard_strings import HANDWRITTEN, SURROGATES, generated
@@ -426,3 +426,37 @@ def test_only_what_could_be_a_stop_string_is_held_back() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(UsageError, match="a stop string is empty"):
         StopStrings(["x", ""])
+
+
+def test_a_replacement_that_grows_without_bound_is_refused() -> None:
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    nested = {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [grow, grow, grow]}]}
+    for normalizer in (grow, nested):
+        with pytest.raises(UnsupportedModel, match="times as long"):
+            Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer() | {"normalizer": normalizer})))
+    Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer() | {"normalizer": space})))
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_one_line() -> None:
+    words = {"type": "WordLevel", "vocab": {"a": 3}, "unk_token": "[UNK]"}
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer() | {"model": words})))
+    with pytest.raises(CheckpointError, match=r"the tokenizer fails on this text: .*UNK"):
+        tokenizer.encode("b")
+
+
+def test_a_text_of_megabytes_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(byte_tokenizer())))
+    longest = 0
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, special: bool = False) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(self, text, special)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    with pytest.raises(ContextOverflow, match="The prompt has 3000000 characters, too many for a context of 400000"):
+        tokenizer.refuse_longer("abc" * 1_000_000, 400_000)
+    assert 0 < longest <= 1 << 18
+    tokenizer.refuse_longer("abc" * 100_000, 300_000)  # exactly the context
