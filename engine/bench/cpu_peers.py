@@ -4,15 +4,18 @@
 
 Every round runs both in fresh processes, one after the other, in alternating order. MODEL is a packed directory made
 from the GGUF. llama.cpp (llama-cpp-python, flash attention on) is optional: without it only our own figures come. With
---busy another process keeps one processor busy, and our decoding is compared with one thread of it alone.
+--busy another process keeps one processor busy, and our decoding is compared with one thread of it alone. On a shared
+machine, --quiet 0.1 repeats each run during which other processes took more than a tenth of one processor.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,8 @@ from kernels.cpu.threads import default_threads
 PROMPT, LONG_PROMPT, TOKENS, CONTEXT = 36, 512, 129, 2048
 TIMEOUT_S = 600
 SPIN = "while True: pass"
+ATTEMPTS = 20  # to catch a quiet time, for one run
+STAT = Path("/proc/stat")  # Linux; elsewhere nobody knows what others use
 
 
 def main() -> None:
@@ -46,7 +51,7 @@ def main() -> None:
         "long_prompt": prompt_ids(tokenizer, LONG_PROMPT),
         "tokens": TOKENS,
     }
-    rounds = under_load(request, options.rounds) if options.busy else against_peer(request, options)
+    rounds = under_load(request, options.rounds, options.quiet) if options.busy else against_peer(request, options)
     if options.out:
         record = {"commit": commit(), "processor": processor(), "threads": options.threads, "rounds": rounds}
         options.out.write_text(json.dumps(record) + "\n")
@@ -64,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, help="raw samples, as JSON")
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--quiet", type=float, metavar="SHARE", help="processors that others may use during a run")
     return parser.parse_args()
 
 
@@ -78,6 +84,28 @@ def ask(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
     if problem := answer.get("missing") or answer.get("error"):
         raise SystemExit(f"{Path(command[-1]).name}: {problem}")
     return answer
+
+
+def in_quiet(run: Callable[[], dict[str, Any]], limit: float | None) -> dict[str, Any]:
+    """The answer of the first run that others left alone, or of the last attempt; with the processors they used."""
+    answer: dict[str, Any] = {}
+    for _ in range(ATTEMPTS if limit is not None and STAT.exists() else 1):
+        others, start = others_seconds(), time.monotonic()
+        answer = run()
+        answer["others"] = (others_seconds() - others) / (time.monotonic() - start)
+        if limit is None or answer["others"] <= limit:
+            break
+    return answer
+
+
+def others_seconds() -> float:
+    """Processor time of all but this process and those it has waited for; 0 where the system does not say."""
+    if not STAT.exists():
+        return 0.0
+    ticks = [int(field) for field in STAT.read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]  # and waiting for a disk
+    used = os.times()
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK") - sum(used[:4])
 
 
 def probe(request: dict[str, Any], what: str, **changes: Any) -> dict[str, Any]:
@@ -112,17 +140,17 @@ def against_peer(request: dict[str, Any], options: argparse.Namespace) -> list[d
     rounds = []
     for i in range(options.rounds):
         order = arms if i % 2 == 0 else arms[::-1]
-        rounds.append({name: run() for name, run in order})
+        rounds.append({name: in_quiet(run, options.quiet) for name, run in order})
         print(f"round {i + 1}: " + ", ".join(f"{name} {rate(answer):.1f} tok/s" for name, answer in rounds[-1].items()))
     return rounds
 
 
-def under_load(request: dict[str, Any], count: int) -> list[dict[str, Any]]:
+def under_load(request: dict[str, Any], count: int, quiet: float | None) -> list[dict[str, Any]]:
     rounds = []
     for _ in range(count):
-        alone = probe(request, "decode", threads=1)
+        alone = in_quiet(partial(probe, request, "decode", threads=1), quiet)
         with subprocess.Popen([sys.executable, "-c", SPIN]) as busy:
-            loaded = probe(request, "decode")
+            loaded = in_quiet(partial(probe, request, "decode"), None if quiet is None else 1 + quiet)
             busy.kill()
         rounds.append({"one thread alone": alone, "beside a busy process": loaded})
     return rounds
@@ -158,14 +186,19 @@ def report(rounds: list[dict[str, Any]]) -> None:
     print(
         f"bandwidth used: {line(summarise(used))} GB/s, MBU {line(summarise(shares), 2)} of what was measured beside it"
     )
-    memory = [each["peak_memory"] / each["weight_bytes"] for each in flint if each["peak_memory"]]
-    if memory:
-        print(f"peak memory: {line(summarise(memory), 2)} times the weights, interpreter included")
+    for name, when in (("chat_memory", f"{PROMPT + TOKENS} tokens"), ("peak_memory", f"a prompt of {LONG_PROMPT}")):
+        if memory := [each[name] / each["weight_bytes"] for each in flint if each[name]]:
+            print(f"peak memory after {when}: {line(summarise(memory), 2)} times the weights, interpreter included")
+    print(
+        f"processors that others used: {line(summarise([each[arm]['others'] for each in rounds for arm in each]), 2)}"
+    )
 
 
 def report_load(rounds: list[dict[str, Any]]) -> None:
     ratios = [rate(each["beside a busy process"]) / rate(each["one thread alone"]) for each in rounds]
     print(f"beside a busy process, against one thread alone: {line(summarise(ratios), 2)}")
+    others = [each["beside a busy process"]["others"] for each in rounds]
+    print(f"processors that others used, the busy process included: {line(summarise(others), 2)}")
 
 
 def line(summary: Summary, digits: int = 1) -> str:

@@ -39,6 +39,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     backend.step(prompt[:8], logits="last")  # wakes the threads, and touches weights and cache
     answer: dict[str, Any] = {"device": backend.description} | decode(backend, prompt, request["tokens"])
     if request["what"] == "all":
+        answer["chat_memory"] = peak_memory()
         answer["prefill_s"] = prefill(backend, request["long_prompt"])
         answer["peak_memory"] = peak_memory()
         answer["step_s"] = widths(backend, prompt)
