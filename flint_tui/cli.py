@@ -6,6 +6,7 @@ the top; engine, torch and textual are imported inside the command, so that `fli
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Annotated
@@ -56,26 +57,56 @@ roofline.register(app)
 
 def report(error: BaseException) -> int:
     """Print a failure as one line and what to do; return the exit code (0 ok, 1 failure, 2 usage, 130 interrupted)."""
-    from engine.errors import FlintError, UsageError
+    from engine.errors import FlintError, UsageError, printable
+    from engine.files.disk import FULL
 
     if os.environ.get("FLINT_DEBUG"):
         raise error
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, FlintError):
-        print(f"flint: {error}", file=sys.stderr)
-        if error.hint:
-            print(f"       {error.hint}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    print(f"flint: unexpected {type(error).__name__}: {error}", file=sys.stderr)
-    print("       set FLINT_DEBUG=1 to see where", file=sys.stderr)
-    return 1
+    match error:
+        case FlintError():
+            message, hint = str(error), error.hint
+        case MemoryError():
+            message, hint = "There is not enough memory", "close other programs, or take a smaller model or --ctx"
+        case OSError() if error.filename or error.errno in FULL:  # writing to a stream names no file
+            message = f"{error.filename or 'The output could not be written'}: {error.strerror}"
+            hint = "check that it exists, its permissions, and the room on its disk"
+        case _:
+            message, hint = f"unexpected {type(error).__name__}: {error}", "set FLINT_DEBUG=1 to see where"
+    print(f"flint: {printable(message)}", file=sys.stderr)
+    if hint:
+        print(f"       {hint}", file=sys.stderr)
+    return 2 if isinstance(error, UsageError) else 1
+
+
+def mend_streams() -> None:
+    """Make the standard streams safe to use, whatever the caller left of them.
+
+    A closed one leads nowhere: else the next file that is opened would take its number, and be written to by any
+    library that prints. What a stream's encoding does not have is replaced; a path's bytes that are not UTF-8 come out
+    as they are.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  it stays open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")
+        sys.stdout.reconfigure(errors="surrogateescape" if utf8 else "replace")
 
 
 def main() -> None:
     """Entry point."""
+    mend_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where a failure is reported; not while Python shuts down
     except SystemExit:
         raise
     except BaseException as error:

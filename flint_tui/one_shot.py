@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from engine.errors import DrafterError, FlintError, UsageError
+from engine.errors import DrafterError, FlintError, UsageError, printable
 from engine.events import Finished, Note, Tokens
 from flint_tui.options import ChatOptions
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flint_tui.conversations import Conversation, ConversationStore
 
 OK, FAILURE, INTERRUPTED = 0, 1, 130
-MAX_INPUT_BYTES = 32 << 20  # far beyond any context; keeps `yes | flint chat` from filling the memory
+MAX_INPUT_BYTES = 8 << 20  # beyond any context; keeps `yes | flint chat` from filling the memory
 
 
 def answer(options: ChatOptions) -> int:
@@ -36,9 +36,9 @@ def answer(options: ChatOptions) -> int:
         if reply.end.reason == "error" and not reply.ids:
             raise FlintError(reply.end.error, reply.end.hint)
         if options.json:
-            reply.broken |= not _write(
-                sys.stdout, json.dumps(_figures(engine, options, reply), ensure_ascii=False) + "\n"
-            )
+            utf8 = (sys.stdout.encoding or "utf-8").lower() in ("utf-8", "utf8")
+            text = json.dumps(_figures(engine, options, reply), ensure_ascii=not utf8)
+            reply.broken |= not _write(sys.stdout, text + "\n")
         if not reply.broken:
             thread.save(engine.name, prompt, reply)
             _report(engine, options, reply)
@@ -139,7 +139,9 @@ def _write(stream: TextIO, text: str) -> bool:
         os.close(sink)
         return False
     except OSError as error:
-        raise FlintError(f"The answer could not be written: {error.strerror}") from None
+        raise FlintError(
+            f"The answer could not be written: {error.strerror}", "check where standard output leads to"
+        ) from None
     return True
 
 
@@ -166,7 +168,9 @@ def _piped() -> str:
     except (OSError, ValueError):
         return ""
     if len(data) > MAX_INPUT_BYTES:
-        raise UsageError(f"Standard input is longer than {MAX_INPUT_BYTES >> 20} MiB, and than any context")
+        raise UsageError(
+            f"Standard input is longer than {MAX_INPUT_BYTES >> 20} MiB, and than any context", "pipe in less of it"
+        )
     return data.decode("utf-8", errors="replace")
 
 
@@ -237,7 +241,7 @@ def _exit_code(reply: _Reply) -> int:
 
 def _note(line: str, *more: str) -> None:
     for text in (f"flint: {line}", *(f"       {hint}" for hint in more)):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)  # a note may quote a file's name
 
 
 def _figures(engine: Engine, options: ChatOptions, reply: _Reply) -> dict[str, Any]:
