@@ -41,6 +41,8 @@ _PATTERNS = (
     (re.compile(r"\b[A-Za-z]:\\[^\s'\"<>|]*|\\\\[^\s'\"<>|]+"), "<path>"),
     (re.compile(r"(?<![\w<.~])~?/[^\s'\"<>:,;)]*[^\s'\"<>:,;).]"), "<path>"),
 )
+# Five numbers and more, and nothing else in the text: nvidia-cuda-cccl 13.3.5.0.6. Four could be an address.
+_VERSION = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){4,7}")
 
 
 class Scrubber:
@@ -73,6 +75,8 @@ class Scrubber:
         return cls(names, whole)
 
     def text(self, text: str) -> str:
+        if _VERSION.fullmatch(text):
+            return text
         # Patterns before names: a path that holds a user's name goes as a whole.
         for pattern, sign in (*self._whole, *_PATTERNS, *self._names):
             text = pattern.sub(sign, text)

@@ -114,6 +114,7 @@ def test_planted_details_do_not_survive(planted: Scrubber, tmp_path: Path) -> No
         "measured streaming read, 2 threads",
         "smollm2-135m-instruct int4-g32-asym-head8",
         "Linux 6.1.0-13-cloud-amd64 x86_64, driver 580.95.05, torch 2.13.0+cpu",
+        "13.3.5.0.6",
         "36 tok/s at 97.6 MB/token; 9 of 24 tokens, then a near tie (0.05 logits)",
         "2026-11-29T19:10:38Z",
         "at 19:10:38 on 2026-11-29",
