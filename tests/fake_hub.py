@@ -42,6 +42,7 @@ class FakeHub:
     token: str | None = None  # required to see anything; without it the hub answers 401
     gated: bool = False  # 403 with the hub's GatedRepo code
     status: int | None = None  # answer everything with this status
+    body: bytes = b"{}"  # and this
     ranges: bool = True  # honour Range requests
     redirect: bool = True  # large files come from the second server
     cut_after: list[int] = field(default_factory=list)  # bytes sent by each following transfer of a large file
@@ -112,7 +113,7 @@ class FakeHub:
 
     def _refusal(self, authorization: str | None) -> tuple[int, dict[str, str], bytes] | None:
         if self.status is not None:
-            return self.status, {}, b"{}"
+            return self.status, {}, self.body
         if self.gated:
             return 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."}, b"{}"
         if self.token is not None and authorization != f"Bearer {self.token}":

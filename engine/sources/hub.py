@@ -18,8 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from engine.errors import CheckpointError, FetchError, FlintError, UnsupportedModel, printable
+from engine.errors import FetchError, FlintError, UnsupportedModel, printable
 from engine.files.locking import locked
 from engine.progress import Progress, Report, check_cancelled, silent
 from engine.sources import catalog
@@ -39,6 +40,8 @@ TEXT_FILES = (
 )
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+REVISION = re.compile(r"[A-Za-z0-9][\w.-]*")
 SHARD = re.compile(r"model-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 
@@ -71,6 +74,7 @@ def list_files(source: HubSource) -> Listing:
 
     Raises FetchError, or UnsupportedModel for a repository without safetensors weights.
     """
+    _check_endpoint()
     from huggingface_hub import HfApi, constants
 
     try:
@@ -84,11 +88,28 @@ def list_files(source: HubSource) -> Listing:
     present: dict[str, RemoteFile] = {}
     for sibling in info.siblings or ():
         digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-        if sibling.size is not None and digest:
+        # What a hub says becomes a file's name and its expected length.
+        if isinstance(sibling.size, int) and sibling.size >= 0 and isinstance(digest, str) and DIGEST.fullmatch(digest):
             present[sibling.rfilename] = RemoteFile(sibling.rfilename, sibling.size, digest)
     licence = printable(str((info.card_data or {}).get("license") or ""))[:60]
     commit = info.sha or source.revision
+    if not REVISION.fullmatch(commit):
+        raise _no_hub(constants.ENDPOINT)
     return Listing(source.repo, source.revision, commit, licence, _needed(source.repo, present))
+
+
+def _check_endpoint() -> None:
+    """huggingface_hub fails at its import, or at its first request, with a traceback for what is no address."""
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if endpoint is None:
+        return
+    try:
+        parts = urlsplit(endpoint)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, a bracket that does not close
+        sound = False
+    if not (sound and endpoint.isprintable()):
+        raise FetchError(f"HF_ENDPOINT is {endpoint!r}, which is no address", "unset it, or write http(s)://HOST")
 
 
 def missing_bytes(listing: Listing) -> int:
@@ -152,7 +173,7 @@ def _cached_listing(source: HubSource) -> Listing | None:
     present = {
         path.name: RemoteFile(path.name, path.stat().st_size, path.resolve().name)
         for path in snapshot.iterdir()
-        if path.is_file() and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", path.resolve().name)
+        if path.is_file() and DIGEST.fullmatch(path.resolve().name)
     }
     try:
         files = _needed(source.repo, present)
@@ -379,6 +400,10 @@ def _explain(error: Exception, repo: str) -> Exception:
         return FetchError(
             f"No connection to {endpoint}", "check the network; what was downloaded is kept, run it again"
         )
-    if isinstance(error, ValueError | KeyError | TypeError | CheckpointError):
-        return FetchError(f"{endpoint} gave an answer that is not the hub's", "check HF_ENDPOINT")
+    if isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError):
+        return _no_hub(endpoint)
     return error
+
+
+def _no_hub(endpoint: str) -> FetchError:
+    return FetchError(f"{endpoint} gave an answer that is not the hub's", "check HF_ENDPOINT")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import subprocess
@@ -196,6 +197,47 @@ def test_a_server_that_is_no_hub(fake: FakeHub) -> None:
     with pytest.raises(FetchError, match="not the hub's") as failure:
         hub.list_files(HubSource(REPO))
     assert failure.value.hint
+
+
+LYING = {"rfilename": "config.json", "size": 2, "blobId": "../" * 20 + "etc/x"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"5",
+        b"<html>",
+        b"[" * 100_000,
+        json.dumps({"id": REPO, "sha": "../../x", "siblings": []}).encode(),
+        json.dumps({"id": REPO, "sha": COMMIT, "siblings": [5]}).encode(),
+    ],
+)
+def test_answers_that_no_hub_gives(fake: FakeHub, body: bytes) -> None:
+    fake.status, fake.body = 200, body
+    with pytest.raises(FetchError, match="not the hub's") as failure:
+        hub.list_files(HubSource(REPO))
+    assert failure.value.hint
+
+
+@pytest.mark.parametrize("wrong", [{}, {"blobId": "0" * 40, "size": -1}, {"blobId": "0" * 40, "size": 1e30}])
+def test_a_file_with_an_impossible_digest_or_size_is_none(fake: FakeHub, wrong: dict[str, object]) -> None:
+    siblings = [LYING | wrong, {"rfilename": "model.safetensors", "size": 2, "blobId": "0" * 40}]
+    fake.status, fake.body = 200, json.dumps({"id": REPO, "sha": COMMIT, "siblings": siblings}).encode()
+    with pytest.raises(UnsupportedModel, match=r"no config\.json"):
+        hub.list_files(HubSource(REPO))
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "nonsense", "ftp://x", "http://", "http://x:99999", "http://[::1", "file:///etc", "http://\x1b"]
+)
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(FetchError, match=r"^HF_ENDPOINT is ") as failure:
+        hub.list_files(HubSource(REPO))
+    assert "unset it" in failure.value.hint
 
 
 def test_no_network_is_one_line(fake: FakeHub) -> None:
