@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 os.environ.setdefault("ESCDELAY", "25")  # ms until a lone Esc counts; Textual reads it once, and would wait 100
 
+from textual import events
 from textual.app import App
 from textual.binding import BindingType
 from textual.command import Provider
 from textual.driver import Driver
 from textual.filter import LineFilter, NoColor
+from textual.geometry import Size
 from textual.message import Message
 
 from flint_tui import themes
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from flint_tui.options import ChatOptions
 
 SWITCH_INTERVAL_S = 1e-4
+LEAST = Size(16, 4)  # a smaller terminal shows a part of this: Textual cannot wrap text where padding leaves no cell
 QUIT_WINDOW_S = 2.0  # a second Ctrl+C within it quits
 
 
@@ -128,6 +131,9 @@ class FlintApp(App[None]):
         return [NoColor()] if self.no_color else list(super().get_line_filters())
 
     # -- life
+
+    def on_resize(self, event: events.Resize) -> None:
+        event.size = Size(max(event.size.width, LEAST.width), max(event.size.height, LEAST.height))
 
     def on_mount(self) -> None:
         from flint_tui.chat_screen import ChatScreen
@@ -268,12 +274,14 @@ def run(app: FlintApp) -> int:
         app.run()
     idle = app.engine_thread.close()
     app.store.close()
-    if not idle:
+    if not idle and app._exception is None:
         # A model is still being loaded, or a step is running: the terminal is restored and everything is saved, so
         # nobody has to wait for native code to notice.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(app.return_code or 0)
+    if app._exception is not None:
+        raise app._exception  # the command line says it in one line; what Textual printed of it went to the log
     return app.return_code or 0
 
 

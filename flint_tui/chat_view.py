@@ -42,7 +42,7 @@ class ChatView(Screen[None]):
     """Transcript, composer, status line, panels. What keys do is in chat_screen.py."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012
-    VERTICAL_BREAKPOINTS = [(0, "-tiny"), (26, "-short"), (36, "-tall"), (40, "-high")]  # noqa: RUF012
+    VERTICAL_BREAKPOINTS = [(0, "-flat"), (10, "-tiny"), (26, "-short"), (36, "-tall"), (40, "-high")]  # noqa: RUF012
     app: FlintApp  # type: ignore[assignment]
 
     def __init__(self, session: Session) -> None:

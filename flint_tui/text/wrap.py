@@ -46,7 +46,7 @@ def _wrap_line(text: str, start: int, end: int, width: int, lines: list[tuple[in
                 stop = piece.end()
             continue
         if string.isspace():
-            filled = width  # the break falls into the spaces: the next piece starts a line
+            filled = width + 1  # the break falls into the spaces: the next piece, wide or not, starts a line
             continue
         if stop > begin:
             lines.append((begin, stop))

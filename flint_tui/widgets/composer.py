@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.strip import Strip
 from textual.widgets import TextArea
 
 from flint_tui.text.safety import printable
@@ -60,6 +61,10 @@ class Composer(TextArea):
     def take_back(self, prompts: list[str]) -> None:
         """Put unsent prompts in front of what is being written."""
         self.put("\n\n".join([*prompts, self.text] if self.text.strip() else prompts))
+
+    def render_line(self, y: int) -> Strip:
+        # Textual wraps the placeholder even where there is no room, and raises.
+        return super().render_line(y) if self.content_size.width > 0 else Strip([])
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":

@@ -159,6 +159,10 @@ class Transcript(ScrollView, can_focus=True):
         elif new_value < old_value:
             self.following = False
 
+    def watch_show_vertical_scrollbar(self, shown: bool) -> None:
+        if shown:  # the view may have moved before there was a scrollbar
+            self.vertical_scrollbar.position = self.scroll_y
+
     def on_resize(self, event: events.Resize) -> None:
         # A resize storm wraps the text once, not once an event.
         if not self._resize_pending:

@@ -39,7 +39,7 @@ def app(**options: Any) -> Iterator[tuple[Terminal, Path]]:
         log = Path(folder) / "log.jsonl"
         home = options.pop("home", folder)
         environment: dict[str, str] = {f"FLINT_{kind}_DIR": f"{home}/{kind}" for kind in ("DATA", "CONFIG", "CACHE")}
-        with fake_app({**options, "log": str(log)}, (120, 36), **environment) as terminal:
+        with fake_app({**options, "log": str(log)}, (120, 36), ignore_hangup=False, **environment) as terminal:
             yield terminal, log
 
 

@@ -4,8 +4,8 @@
 
 Options: rate (tokens per second, 0 as fast as it goes), tokens per reply, words (the script), prefill_s and load_s
 (native work that does not look at the cancel flag), packing (a model can be packed, which never ends), noise (write to
-descriptors 1 and 2 as a C library would), resume, log (a file that gets one JSON object a line: what happened, and when
-on the system's monotonic clock).
+descriptors 1 and 2 as a C library would), buggy (F1 raises), resume, log (a file that gets one JSON object a line: what
+happened, and when on the system's monotonic clock).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import flint_tui
 from engine.events import Event, Finished, Prefilled, Tokens, Usage
 from engine.progress import Progress
 from flint_tui.engine_door import ChatTurn, TurnOptions
@@ -102,8 +104,15 @@ def main() -> int:
 
     from flint_tui.app import FlintApp, run
 
+    class BuggyApp(FlintApp):
+        CSS_PATH = Path(flint_tui.__file__).parent / "flint.tcss"
+
+        def action_help(self) -> None:
+            raise RuntimeError("a bug in the app")
+
     shelf = EndlessShelf() if options.get("packing") else None
-    code = run(FlintApp(open_engine, resume=options.get("resume"), shelf=shelf))
+    kind = BuggyApp if options.get("buggy") else FlintApp
+    code = run(kind(open_engine, resume=options.get("resume"), shelf=shelf))
     log("ended")
     return code
 

@@ -24,7 +24,7 @@ class Terminal:
     """Runs `command`; `output` is everything drawn so far. Use as a context manager: what still runs is killed."""
 
     def __init__(
-        self, command: list[str], size: tuple[int, int] = (120, 36), ignore_hangup: bool = False, **environment: str
+        self, command: list[str], size: tuple[int, int] = (120, 36), *, ignore_hangup: bool = False, **environment: str
     ) -> None:
         self.master, slave = pty.openpty()
         self.resize(*size)
@@ -111,8 +111,8 @@ def _begin(ignore_hangup: bool) -> None:
 
 
 def fake_app(
-    options: dict[str, Any], size: tuple[int, int] = (120, 36), ignore_hangup: bool = False, **environment: str
+    options: dict[str, Any], size: tuple[int, int] = (120, 36), *, ignore_hangup: bool = False, **environment: str
 ) -> Terminal:
     """The app with the paced fake engine."""
     command = [sys.executable, "-m", "tests.flint_tui.run_fake", json.dumps(options)]
-    return Terminal(command, size, ignore_hangup, **environment)
+    return Terminal(command, size, ignore_hangup=ignore_hangup, **environment)

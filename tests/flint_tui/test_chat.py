@@ -323,3 +323,13 @@ async def test_a_click_on_the_key_line_does_what_the_key_does() -> None:
         line = screen_text(app).splitlines()[-1]
         await pilot.click("#keys", offset=(line.index("^t") + 1, 0))
         await wait(pilot, lambda: app.session.options.mode == "speculative")
+
+
+async def test_the_scrollbar_stands_where_the_view_does() -> None:
+    async with running(size=(80, 24)) as (app, pilot, _):
+        await ask(pilot, "go")
+        transcript = app.chat.transcript
+        app.chat.show_error("line\n" * 30)  # scrolls at once, when there is no scrollbar yet
+        await wait(pilot, lambda: transcript.show_vertical_scrollbar)
+        assert transcript.scroll_offset.y > 0
+        assert transcript.vertical_scrollbar.position == transcript.scroll_offset.y

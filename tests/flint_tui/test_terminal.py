@@ -201,3 +201,13 @@ def test_a_vanished_terminal_ends_the_app_even_where_hangups_are_ignored(rate: i
             terminal.wait_for("strikes")
         terminal.vanish()
         terminal.wait(LEAVE_S)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "loading"])
+def test_a_bug_in_the_app_is_told_on_the_restored_terminal(busy: bool) -> None:
+    with fake_app({"buggy": True, "load_s": 600 if busy else 0}) as terminal:
+        terminal.wait_for(READY)
+        terminal.type("\x1bOP")  # F1
+        assert terminal.wait(LEAVE_S) == 1
+        assert terminal.restored
+        terminal.wait_for("RuntimeError: a bug in the app", timeout=1.0)

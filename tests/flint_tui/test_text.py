@@ -40,6 +40,7 @@ def shown(document: Document, width: int = 60) -> list[str]:
         ("日本語のテキストは、どこでも", 10, ["日本語のテ", "キストは、", "どこでも"]),
         ("あいうえお、か", 10, ["あいうえ", "お、か"]),
         ("ab 日本", 4, ["ab", "日本"]),
+        ("abcd \u0301", 4, ["abcd", "\u0301"]),
     ],
 )
 def test_wrapping(text: str, width: int, expected: list[str]) -> None:
