@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
 from kernels.build import ARCHITECTURES, compile_cubin
 from kernels.cuda.experiments import formats, levers
-from kernels.cuda.experiments.gpu import FOLDER, SOURCES
+from kernels.cuda.experiments.gpu import FOLDER, SOURCES, CudaDevice
 from kernels.cuda.experiments.levers import LEVERS
 from kernels.cuda.experiments.sweep import Launch, RowsArgument, Size, Step, Variant, Weights
 from tests.kernels.emulated import EmulatedDevice, kernels_of, libraries
@@ -149,3 +151,51 @@ def test_a_sweep_reads_every_matrix_once(lever: str) -> None:
 def matrices_of(step: Step) -> list[RowsArgument]:
     """The matrices that a launch reads, where its arguments name them one by one."""
     return [a for a in step.arguments if isinstance(a, RowsArgument)] if isinstance(step, Launch) else []
+
+
+@needs_compiler
+@pytest.mark.parametrize(("lever", "captured"), [("fusion", True), ("barrier", False)])
+def test_a_timer_replays_a_graph_but_launches_cooperative_kernels(
+    lever: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+
+    class Graph:
+        replays = 0
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0  # milliseconds
+
+    @contextlib.contextmanager
+    def capture(graph: Graph):
+        graphs.append(graph)
+        yield
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
+    monkeypatch.setattr("torch.cuda.graph", capture)
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr(levers, "BARRIERS", 2)
+    device = EmulatedDevice()
+    steps = variants_of(lever, device)[0].steps
+    device.library.calls.clear()
+    seconds = CudaDevice.timer(device, steps)
+    launches = sum(isinstance(step, Launch) for step in steps)
+
+    def launched() -> int:
+        return sum("Launch" in call for call in device.library.calls)
+
+    assert launched() == (launches if captured else 0)
+    assert [seconds(), seconds()] == [2e-3, 2e-3]
+    assert launched() == (launches if captured else 2 * launches)
+    assert [graph.replays for graph in graphs] == ([2] if captured else [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,8 @@ class CudaDevice:
         import torch
 
         bound = self._bind(steps)
-        work = lambda: self._enqueue(bound)  # noqa: E731
-        if not any(isinstance(step, Launch) and step.cooperative for step in steps):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._enqueue(bound)
-            work = graph.replay
+        cooperative = any(isinstance(step, Launch) and step.cooperative for step in steps)
+        work = partial(self._enqueue, bound) if cooperative else self._graph(bound)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def once() -> float:
@@ -110,6 +107,14 @@ class CudaDevice:
             return begin.elapsed_time(end) * 1e-3
 
         return once
+
+    def _graph(self, bound: Sequence[BoundLaunch | Fill]) -> Callable[[], None]:
+        import torch
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._enqueue(bound)
+        return graph.replay
 
     def _bind(self, steps: Sequence[Step]) -> list[BoundLaunch | Fill]:
         return [self._bound(step) if isinstance(step, Launch) else step for step in steps]

@@ -79,7 +79,9 @@ def reads(device: Device, w: Weights) -> list[Variant]:
     for stages in DEPTHS:
         name = f"bulk copies, {stages} x {STAGE_BYTES // 1024} KB"
         in_flight = stages * STAGE_BYTES // 1024
-        why = f"{in_flight} KB an SM, less the stage that is being emptied; bandwidth x latency is about 40 KB"
+        why = (
+            f"{in_flight} KB an SM, less the stage that is being emptied; an H200's bandwidth x latency is about 40 KB"
+        )
         shared = PIPELINE_BYTES + stages * STAGE_BYTES
         if shared > device.shared_bytes:
             variants.append(_too_large(lever, name, why, "pass", shared, device))
