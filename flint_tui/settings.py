@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -59,7 +60,8 @@ class Settings:
             temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
             os.replace(temporary, path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def keys_path() -> Path:

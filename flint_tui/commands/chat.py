@@ -6,6 +6,7 @@ printed where stderr is a terminal unless --no-stats, and elsewhere only with --
 
 from __future__ import annotations
 
+import os
 import sys
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
@@ -121,6 +122,10 @@ def chat(
     )
     _check(options)
     if prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty():
+        if os.environ.get("TERM") == "dumb":
+            from engine.errors import UsageError
+
+            raise UsageError("A terminal of type dumb cannot show a screen", "give a prompt with -p TEXT, or set TERM")
         from flint_tui.app import run_app
 
         raise typer.Exit(run_app(options))

@@ -89,6 +89,12 @@ def test_settings_come_back() -> None:
     assert Settings.load() == Settings("nord", False, True)
 
 
+def test_settings_that_cannot_be_kept_are_no_failure() -> None:
+    config_dir().parent.mkdir(parents=True, exist_ok=True)
+    config_dir().write_text("a file, where the folder should be")
+    Settings(theme="nord").save()
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sqlite3
+import sys
 import time
 from pathlib import Path
 
@@ -211,3 +212,10 @@ def test_a_bug_in_the_app_is_told_on_the_restored_terminal(busy: bool) -> None:
         assert terminal.wait(LEAVE_S) == 1
         assert terminal.restored
         terminal.wait_for("RuntimeError: a bug in the app", timeout=1.0)
+
+
+def test_a_dumb_terminal_gets_one_line_and_no_screen() -> None:
+    with Terminal([sys.executable, "-m", "flint_tui.cli", "chat"], TERM="dumb") as terminal:
+        assert terminal.wait(60.0) == 2
+        terminal.wait_for("cannot show a screen", timeout=1.0)
+        assert b"\x1b" not in terminal.output
