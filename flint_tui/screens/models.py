@@ -59,7 +59,7 @@ class ModelsScreen(Dialog[str]):
         return Content.assemble(
             mark,
             (f"{model.name:<26} ", "" if model.packed else "$muted"),
-            (f"{model.detail:<18} ", "$muted"),
+            (f"{model.detail:<20} ", "$muted"),
             (f"{what:<19} ", "$muted"),
             (model.note, "$muted"),
         )
