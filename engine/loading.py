@@ -40,6 +40,7 @@ BACKENDS = ("auto", "cuda", "cpu", "torch")
 DRAFTERS = ("auto", "eagle", "ngram")
 DRAFTER_FILE = "drafter.safetensors"
 RUNS_WELL_TOK_S = 5.0  # at the memory's full bandwidth; slower than people read is not "well"
+MAX_THREADS = 1024  # more than any machine has; a system gives up somewhere beyond, and says that memory is out
 MEMORY_SHARE = 0.6  # of RAM or of the GPU's memory, for the weights
 
 Notify = Callable[[str], None]
@@ -160,8 +161,7 @@ def open_engine(
     """
     if backend not in BACKENDS:
         raise UsageError(f"No backend named {backend!r}", f"Use one of {', '.join(BACKENDS)}.")
-    if threads is not None and threads < 1:
-        raise UsageError(f"--threads {threads} is not 1 or more")
+    _check_threads(threads)
     if context is not None and context < 1:
         raise UsageError(f"--ctx {context} is not 1 or more")
     packed = open_model(model, backend, notify, progress)
@@ -243,6 +243,7 @@ def open_backend(
     notify: Notify = _ignore,
 ) -> Backend:
     """Open `model` on a backend; "auto" says, through `notify`, why a slower one was taken."""
+    _check_threads(threads)
     if name == "cuda":
         return _open_cuda(model, context, notify)
     if name == "cpu":
@@ -261,6 +262,11 @@ def open_backend(
     except BackendError as failure:
         notify(f"torch instead of the native decoder, several times slower: {failure}")
         return _open_packed_torch(model, threads, context)
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None and not 1 <= threads <= MAX_THREADS:
+        raise UsageError(f"--threads {threads} is not between 1 and {MAX_THREADS}")
 
 
 def _gpu() -> Gpu | None:

@@ -137,6 +137,7 @@ def evaluate(
     )
     answers = []
     try:
+        engine.drafters(drafter)  # else all would be answered without one
         with _progress("answering") as report:
             for answered in answer(engine, chosen, options, draft_tokens):
                 answers.append(answered)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from engine.evaluation import Divergence, Perplexity, Window
     from engine.packed.model import PackedModel
 
+MAX_TEXT = 4 << 20  # characters; scoring them takes hours, encoding them 800 MB
+
 evaluate = typer.Typer(no_args_is_help=True, help="Quality of a packed model: perplexity, and KL divergence.")
 
 
@@ -164,11 +166,14 @@ def _ids(packed: PackedModel, text: Path | None, tokens: int | None, bos: bool) 
 
     path = text or text_path()
     try:
-        content = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            content = file.read(MAX_TEXT + 1)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text") from None
+    if len(content) > MAX_TEXT:
+        raise UsageError(f"{path} has more than {MAX_TEXT:,} characters", "Score a part of it.")
     ids = Tokenizer.from_packed(packed).encode(content)[:tokens]
     first = packed.config.bos_token_id
     if bos and first is None:

@@ -263,7 +263,8 @@ def test_compiling_is_announced_before_it_begins(model, monkeypatch):
     ("options", "line"),
     [
         ({"backend": "tpu"}, "No backend named 'tpu'"),
-        ({"threads": 0}, "--threads 0 is not 1 or more"),
+        ({"threads": 0}, "--threads 0 is not between 1 and 1024"),
+        ({"threads": 2**31}, "--threads 2147483648 is not between 1 and 1024"),
         ({"context": 0}, "--ctx 0 is not 1 or more"),
         ({"context": 513}, "--ctx 513 is more than the 512 positions of m"),
     ],

@@ -91,3 +91,9 @@ def test_what_cannot_be_evaluated_is_one_line(models: Path, tmp_path: Path) -> N
     write_random_packed(models_dir() / "wide" / "x", small_config(vocab_size=512), name="wide")
     wide = flint("eval", "kld", "wide", "--against", "small/int16", "-f", str(models), *SMALL)
     assert wide.error == "wide and small divide text into different tokens"
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_a_text_without_end_is_refused(models: Path) -> None:
+    result = flint("eval", "ppl", "small/int8", "-f", "/dev/zero", *SMALL)
+    assert (result.code, result.error) == (2, "/dev/zero has more than 4,194,304 characters")

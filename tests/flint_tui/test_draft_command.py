@@ -1,0 +1,14 @@
+"""`flint draft`: what it refuses before it begins."""
+
+from __future__ import annotations
+
+from engine.files.paths import models_dir
+from tests.flint_tui.command_line import flint
+from tests.synthetic import small_config, write_random_packed
+
+
+def test_evaluating_a_learned_drafter_that_is_not_there_is_one_line() -> None:
+    write_random_packed(models_dir() / "small" / "int4-g32", small_config(), name="small")
+    result = flint("draft", "eval", "small", "--backend", "torch", "--limit", "1", "--max-tokens", "2")
+    assert (result.code, result.error) == (1, "small has no learned drafter")
+    assert "flint draft train" in result.hint
