@@ -94,10 +94,10 @@ def measure(
 
 
 def results(pairs: Sequence[Pair]) -> list[DomainResult]:
-    """By domain, in order of appearance, and "all" together where there are several."""
+    """By domain, in order of appearance, and "total" where there are several."""
     domains = list(dict.fromkeys(pair.domain for pair in pairs))
     rows = [_result(domain, [pair for pair in pairs if pair.domain == domain]) for domain in domains]
-    return [*rows, _result("all", pairs)] if len(domains) > 1 else rows
+    return [*rows, _result("total", pairs)] if len(domains) > 1 else rows
 
 
 def result_json(row: DomainResult) -> dict[str, Any]:

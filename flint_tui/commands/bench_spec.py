@@ -78,7 +78,7 @@ def _table(rows: list[DomainResult], title: str) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("domain", "single", "speculative", "ratio", "95 %", "worst", "length", "drafting", "equal"):
+    for heading in ("domain", "single", "speculative", "ratio (95 %)", "worst", "length", "equal"):
         table.add_column(heading, justify="left" if heading == "domain" else "right", no_wrap=True)
     for row in rows:
         seen = row.comparison
@@ -86,11 +86,9 @@ def _table(rows: list[DomainResult], title: str) -> None:
             row.domain,
             f"{row.single:.1f}",
             f"{row.speculative:.1f}",
-            f"{seen.ratio:.3f}" if seen else "-",
-            f"{seen.low:.3f}-{seen.high:.3f}" if seen else "-",
+            f"{seen.ratio:.3f} ({seen.low:.3f}-{seen.high:.3f})" if seen else "-",
             f"{row.worst:.3f}",
             f"{row.acceptance.length:.2f}" if row.acceptance.steps else "-",
-            f"{row.draft_share:.1%}",
             f"{row.equal}/{row.prompts}",
         )
     console = Console()

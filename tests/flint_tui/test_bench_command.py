@@ -98,16 +98,15 @@ def test_spec_compares_the_modes_by_domain_and_fails_where_an_answer_differs(
     monkeypatch.setenv("COLUMNS", "80")
     engine.backend._logits = hashed_logits(259, repeats=0.9)
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        '{"domain": "chat", "text": "again and again and again"}\n{"domain": "code", "text": "two two two two"}\n'
-    )
+    lines = ['{"domain": "summarise", "text": "again and again and again"}'] * 5 + ['{"text": "two two two two"}']
+    prompts.write_text("\n".join(lines))
     common = ("bench", "spec", "--prompts", str(prompts), "-n", "24", "-r", "2", "--draft-tokens", "3")
     result = flint(*common, "--json")
     assert result.code == 0, result.stderr
     out = json.loads(result.stdout)
-    assert [row["domain"] for row in out["domains"]] == ["chat", "code", "all"]
-    assert out["domains"][2]["equal"] == 2
-    assert [len(pair["single"]) for pair in out["prompts"]] == [2, 2]
+    assert [row["domain"] for row in out["domains"]] == ["summarise", "all", "total"]
+    assert [row["equal"] for row in out["domains"]] == [5, 1, 6]
+    assert [len(pair["single"]) for pair in out["prompts"]] == [2] * 6
     engine.decoder.truncate(0)  # the command closed it
     shown = flint(*common)
     assert shown.code == 0, shown.stderr

@@ -32,7 +32,7 @@ def test_rates_are_of_the_median_round_and_pool_by_time() -> None:
     chat, code, every = results(pairs)
     assert (chat.single, chat.speculative, chat.worst) == pytest.approx((100.0, 200.0, 2.0))
     assert (code.single, code.speculative, code.worst) == pytest.approx((150.0, 100.0, 2 / 3))
-    assert (every.domain, every.prompts, every.equal, every.tokens) == ("all", 2, 1, 400)
+    assert (every.domain, every.prompts, every.equal, every.tokens) == ("total", 2, 1, 400)
     assert (every.single, every.speculative) == pytest.approx((400 / 3, 400 / 3.5))
     assert chat.comparison is None  # two prompts say nothing about the next one
     assert every.acceptance.length == pytest.approx(2.0)
