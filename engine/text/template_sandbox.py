@@ -33,7 +33,10 @@ _MULTIPLYING = frozenset(
     | {"slice", "to_bytes", "translate", "truncate", "wordwrap", "zfill"}
 )
 # Filters that go through a text character by character.
-_ITERATING = frozenset({"batch", "groupby", "list", "map", "reject", "select", "slice", "sort", "unique"})
+_ITERATING = frozenset(
+    {"batch", "groupby", "list", "map", "reject", "select", "slice", "sort", "striptags", "title", "unique"}
+    | {"urlize", "wordcount", "wordwrap"}
+)
 _CHARACTERS_A_UNIT = 32  # for them
 _NUMBER = re.compile(r"\d+")
 _MAX_WIDTH = 100_000  # of all the fields of a format

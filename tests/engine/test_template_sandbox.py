@@ -77,6 +77,7 @@ BOMBS = {
     "repeat a small list": "{{ ([0] * 49000000) | length }}",
     "unique characters": "{{ ('x' * 49000000) | unique | list }}",
     "sorted characters": "{{ ('x' * 49000000) | sort }}",
+    "wrapped words": "{{ ('x ' * 20000000) | wordwrap(1) }}",
     "write often": "{% set a = 'x' * 40000000 %}{{ a }}{{ a }}",
 }
 
