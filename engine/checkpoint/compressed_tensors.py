@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.packed.matrix import GROUPS, Matrix, Storage
+from engine.packed.matrix import GROUPS, Matrix, Storage, all_finite
 from engine.packed.quantize import from_bf16, unpack_nibbles
 
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
@@ -99,12 +99,13 @@ class PackedWeight:
         """float32 [rows, k]."""
         codes = unpack_nibbles(self._q[rows]).astype(np.float32)
         zero = np.float32(8) if self._zero is None else self._zero[rows][:, self._g_idx]
-        return (codes - zero) * self._scale[rows][:, self._g_idx]
+        with np.errstate(over="ignore"):  # whoever takes the values refuses those that are not finite
+            return (codes - zero) * self._scale[rows][:, self._g_idx]
 
     def _halves(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(fp16, float32) of the scales, and of the minima where there are zero points."""
-        exact = [self._scale] if self._zero is None else [self._scale, -self._zero * self._scale]
         with np.errstate(over="ignore"):  # whoever takes the matrix refuses scales that are not finite
+            exact = [self._scale] if self._zero is None else [self._scale, -self._zero * self._scale]
             return [(values.astype(np.float16), values) for values in exact]
 
     def _zero_points(self, find: Find) -> np.ndarray | None:
@@ -142,8 +143,9 @@ class PackedWeight:
 def _as_float(array: np.ndarray | None, where: str) -> np.ndarray:
     if array is None:
         raise CheckpointError(f"{where}: missing tensor")
-    if array.dtype == np.uint16:
-        return from_bf16(array)
-    if array.dtype.kind != "f":
+    if array.dtype != np.uint16 and array.dtype.kind != "f":
         raise CheckpointError(f"{where}: expected floating-point scales")
-    return array.astype(np.float32)
+    values = from_bf16(array) if array.dtype == np.uint16 else array.astype(np.float32)
+    if not all_finite(values):
+        raise CheckpointError(f"{where}: contains a value that is not finite")
+    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,16 @@ def test_malformed_schemes_are_named(tmp_path: Path, scheme: Any) -> None:
     config = small_config()
     with pytest.raises(CheckpointError, match="quantization_config"):
         open_checkpoint(folder_of(tmp_path, config, quantised(config)[0], scheme))
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan, 3e38])
+def test_scales_beyond_any_number_are_refused_without_a_warning(tmp_path: Path, scale: float) -> None:
+    config = small_config()
+    tensors, _ = quantised(config, asymmetric=True)
+    tensors[f"{hf_module('layers.0.up')}.weight_scale"] = np.full((128, 2), scale, np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a user would see them on the terminal
+        with open_checkpoint(folder_of(tmp_path, config, tensors)) as checkpoint:
+            for read in (checkpoint.read_matrix, checkpoint.read_float):
+                with pytest.raises(CheckpointError, match="not finite"):
+                    read("layers.0.up")
