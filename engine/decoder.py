@@ -236,7 +236,11 @@ class _Generation:
 
     def _stream(self, backend: WholeLoop) -> Iterator[Event]:
         """Single passes in the backend's own loop, until the reply ends or a draft is worth verifying. Its clock times
-        the steps: what happens here costs it nothing."""
+        the steps: what happens here costs it nothing.
+
+        The loop is ahead by a token, which tells for nothing whether a draft begins well; only then is it left, as
+        starting it anew has a price."""
+        entered = time.perf_counter()
         fed, clock = len(self.decoder.cached), 0.0
         conversation = self.history  # also of tokens after a stop string, which are cached but not in the reply
         stream = backend.stream(
@@ -261,12 +265,17 @@ class _Generation:
                 raise BackendError(batch.error)
 
         batches = iter(stream)
+        expected: int | None = None  # the first token of the last draft
         try:
             for batch in batches:
                 take(batch)
                 self._lap()  # ending the stream for a draft counts as time of the verify step
-                if not self._goes_on() or self._draft().ids:
+                if not self._goes_on():
                     break
+                draft = self._draft().ids
+                if draft and batch.ids and batch.ids[0] == expected:
+                    break
+                expected = draft[0] if draft else None
                 yield from self._tell_when_due()
         finally:
             stream.cancel()
@@ -275,6 +284,9 @@ class _Generation:
             with contextlib.suppress(BackendError):
                 self.decoder.cached[:] = conversation[: self.backend.position]
             self.draft_seconds = 0.0  # looking for drafts took place beside the decoding
+            if self.drafter is not None and self.reply.reason is None:  # it will be started anew, for a draft's sake
+                policy = self.decoder.follow(self.drafter)
+                policy.record_following(min(max(0.0, time.perf_counter() - entered - clock), policy.cost(1)))
 
     # --- speculation ----------------------------------------------------------------------------------------------
 

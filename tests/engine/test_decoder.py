@@ -453,16 +453,30 @@ def simulated(monkeypatch):
     return use
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-def test_what_does_not_pay_is_paused_and_said_once(kind, tokenizer, simulated):
+def test_what_does_not_pay_is_paused_and_said_once(tokenizer, simulated):
     options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=WrongDrafter())
-    backend = simulated(kind(never_258))
+    backend = simulated(FakeBackend(never_258))
     events = list(Decoder(backend, tokenizer).generate(PROMPT, options))
     (note,) = notes_of(events)
     assert note.startswith("Speculation paused, it does not pay here")
     verify_steps = sum(width > 1 for width in backend.widths[3:])
     assert 1 <= verify_steps < 20
     assert end_of(events).usage.decode_s < 1.03 * 0.01 * 199
+
+
+def test_a_loop_that_runs_ahead_is_left_only_for_a_draft_that_begins_well(tokenizer, simulated):
+    backend = simulated(FakeLoopBackend(never_258))
+    options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=WrongDrafter())
+    events = list(Decoder(backend, tokenizer).generate(PROMPT, options))
+    assert notes_of(events) == []
+    assert sum(width > 1 for width in backend.widths[3:]) == 0
+    assert end_of(events).usage.decode_s == pytest.approx(0.01 * 199)
+
+    repeating = simulated(FakeLoopBackend(hashed_logits(259, repeats=0.97)))
+    options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=NgramDrafter())
+    usage = end_of(list(Decoder(repeating, tokenizer).generate(PROMPT, options))).usage
+    assert usage.verify_steps > 3
+    assert usage.decode_s < 0.7 * 0.01 * 199
 
 
 def test_what_pays_is_used(tokenizer, simulated):
