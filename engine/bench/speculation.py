@@ -12,7 +12,8 @@ from statistics import median
 from typing import Any
 
 from engine.drafting.evaluate import Acceptance, Summary, summarise
-from engine.drafting.live import Answered, Prompt, answer
+from engine.drafting.live import Answered, answer
+from engine.drafting.prompts import Prompt
 from engine.loading import Engine, ReplyOptions
 from engine.statistics import ROUNDS, Comparison, compare
 

@@ -8,7 +8,6 @@ positions, so a batch needs no padding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,21 +71,6 @@ class HarvestOptions:
     top_k: int = 64
     longest_user_turn: int = 160
     seed: int = 0
-
-
-def load_openers(path: Path) -> list[str]:
-    """User-turn beginnings from a JSONL file of {"text": ...} objects. Raises UsageError for anything else."""
-    openers = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            openers.append(str(json.loads(line)["text"]))
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f'{path.name}, line {number}: expected an object with "text"') from None
-    if not openers:
-        raise UsageError(f"{path.name} holds no prompts")
-    return openers
 
 
 class Harvester:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.drafting.evaluate import Acceptance
-from engine.errors import BackendError, UsageError
+from engine.drafting.prompts import Prompt
+from engine.errors import BackendError
 from engine.events import Finished, Tokens
-from engine.files.paths import asset
 from engine.loading import Engine, ReplyOptions
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One question, and the kind of work that it stands for ("chat", "code", ...)."""
-
-    domain: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -32,35 +22,6 @@ class Answered:
     reply: tuple[int, ...]
     decode_s: float
     draft_s: float
-
-
-def load_prompts(path: Path) -> list[Prompt]:
-    """A JSONL file of {"domain": ..., "text": ...}; the domain may be left out. Raises UsageError."""
-    prompts = []
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path.name} cannot be read ({error})") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            prompts.append(Prompt(str(row.get("domain", "all")), str(row["text"])))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise UsageError(f'{path.name}, line {number}: expected an object with "text"') from None
-    if not prompts:
-        raise UsageError(f"{path.name} holds no prompts")
-    return prompts
-
-
-def chosen_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
-    """The prompts of a file (None: flint's own held-out ones), at most `limit` of each domain. Raises UsageError."""
-    prompts = load_prompts(path or asset("prompts/heldout.jsonl"))
-    if limit is None:
-        return prompts
-    domains = dict.fromkeys(prompt.domain for prompt in prompts)
-    return [prompt for domain in domains for prompt in [p for p in prompts if p.domain == domain][:limit]]
 
 
 def answer(engine: Engine, prompts: Sequence[Prompt], options: ReplyOptions, depth: int) -> Iterator[Answered]:

@@ -34,13 +34,13 @@ def spec(
     from dataclasses import asdict
 
     from engine.bench.speculation import measure, result_json, results
-    from engine.drafting.live import chosen_prompts
+    from engine.drafting.prompts import load_prompts
     from engine.errors import BackendError
     from engine.loading import ReplyOptions
     from engine.sampling import Sampling
     from flint_tui.commands.bench import note, open_shown, say_if_busy, status
 
-    asked = chosen_prompts(prompts, limit)
+    asked = load_prompts(prompts, limit=limit)
     busy = say_if_busy()
     engine = open_shown(model, backend.value, threads)
     options = ReplyOptions(

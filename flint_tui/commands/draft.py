@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,15 @@ import typer
 draft = typer.Typer(name="draft", help="Make and judge speculative drafters.", no_args_is_help=True)
 
 Model = Annotated[str | None, typer.Argument(help="A packed model; the default one if left out.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**31 - 1)]
+
+
+class DeviceChoice(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+Device = Annotated[DeviceChoice | None, typer.Option(help="Default: the GPU if there is one.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -30,21 +39,21 @@ def harvest(
     greedy_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of conversations with greedy replies.")
     ] = 0.5,
-    seed: int = 0,
+    seed: Seed = 0,
     device: Device = None,
 ) -> None:
     """Let the model write its own conversations: training data without a data set."""
-    from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, load_openers
+    from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens
     from engine.drafting.harvest import harvest as run
+    from engine.drafting.prompts import OPENERS, load_prompts
     from engine.errors import UsageError
-    from engine.files.paths import asset
 
     packed, tokenizer, template = _open(model)
     ends = packed.config.eos_token_ids
     if not ends:
         raise UsageError("this model names no end-of-turn token")
     turns = TurnTokens.from_template(lambda messages, prompt: template.encode(messages, tokenizer, prompt), ends[0])
-    openers = [tokenizer.encode(text) for text in load_openers(prompts or asset("prompts/openers.jsonl"))]
+    openers = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts, OPENERS)]
     options = HarvestOptions(tokens=tokens, length=length, batch=batch, greedy_share=greedy_share, seed=seed)
     harvester = Harvester(_target(packed, device), turns, openers, options)
     with _progress("harvest") as report:
@@ -68,7 +77,7 @@ def train(
     warm_start: Annotated[bool, typer.Option(help="Start from the target's last layer.")] = True,
     skip_loops: Annotated[bool, typer.Option(help="Learn nothing from text that repeats itself.")] = True,
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Stop (annealed) after this long.")] = None,
-    seed: int = 0,
+    seed: Seed = 0,
     device: Device = None,
 ) -> None:
     """Train an EAGLE-3 style head by training-time test. Checkpoints beside OUT; run again to resume."""
@@ -111,7 +120,7 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=2)] = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each domain.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     backend: str = "auto",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
     true_context: Annotated[bool, typer.Option(help="Also score the finished replies in one pass (greedy).")] = True,
@@ -121,11 +130,12 @@ def evaluate(
     import json
 
     from engine.drafting.evaluate import summarise
-    from engine.drafting.live import answer, chosen_prompts
+    from engine.drafting.live import answer
+    from engine.drafting.prompts import load_prompts
     from engine.loading import ReplyOptions, open_engine
     from engine.sampling import Sampling
 
-    chosen = chosen_prompts(prompts, limit)
+    chosen = load_prompts(prompts, limit=limit)
     domains = list(dict.fromkeys(prompt.domain for prompt in chosen))
     engine = open_engine(model, backend, threads, notify=lambda line: typer.echo(line, err=True))
     options = ReplyOptions(
@@ -222,7 +232,10 @@ def _target(packed, device: str | None):
     import torch
 
     from engine.drafting.batched_target import BatchedTarget
+    from engine.errors import BackendError
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BackendError("--device cuda: torch finds no GPU here", "`flint doctor` says why.")
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return BatchedTarget(packed, name, torch.bfloat16 if name.startswith("cuda") else torch.float32)
 

@@ -11,7 +11,7 @@ import pytest
 
 from engine.bench.speculation import Pair, measure, result_json, results
 from engine.drafting.evaluate import Acceptance
-from engine.drafting.live import Prompt
+from engine.drafting.prompts import Prompt
 from engine.loading import ReplyOptions
 from engine.sampling import Sampling
 from tests.fake_backend import FakeBackend, hashed_logits
