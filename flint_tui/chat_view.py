@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 TICK_S = 1 / 30
 DRAIN_S = 1 / 15  # between two updates of the screen
-SCREEN_SHARE = 1 / 10  # of a core's time may go into the screen while a reply runs...
-SLOWEST_S = 1 / 3  # ...but it is brought up to date this often on the slowest machine
+# Of a core's time, what may go into the screen while a reply runs. Painting holds the interpreter's lock: a decoder of
+# 2,000 tok/s kept 0.94 of its rate with 1/10, 0.96 with 1/20 (tests/flint_tui/measure_app.py).
+SCREEN_SHARE = 1 / 20
+SLOWEST_S = 1 / 4  # but the screen is brought up to date this often on the slowest machine
 PANELS_S = 1 / 5
 
 
