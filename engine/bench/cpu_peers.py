@@ -26,6 +26,7 @@ from engine.bench.arms import LLAMA_WORKER
 from engine.bench.environment import commit
 from engine.bench.workload import prompt_ids
 from engine.machine.hardware import processor
+from engine.packed.library import resolve
 from engine.packed.model import PackedModel
 from engine.statistics import ROUNDS, Summary, compare, summarise
 from engine.text.tokenizer import Tokenizer
@@ -41,9 +42,10 @@ STAT = Path("/proc/stat")  # Linux; elsewhere nobody knows what others use
 def main() -> None:
     options = parse()
     native_library()  # compiled now if need be, not in the first round
-    tokenizer = Tokenizer.from_packed(PackedModel.open(options.model))
+    model = resolve(options.model)
+    tokenizer = Tokenizer.from_packed(PackedModel.open(model))
     request = {
-        "model": str(options.model),
+        "model": str(model),
         "gguf": str(options.gguf),
         "threads": options.threads,
         "context": CONTEXT,
@@ -62,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m engine.bench.cpu_peers", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", help="a packed model: its name, or its folder")
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-python", help="a Python that can import llama_cpp")
     parser.add_argument("--threads", type=int, default=default_threads())

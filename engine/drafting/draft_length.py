@@ -119,9 +119,10 @@ class DraftLength:
         return self._paused_for >= PROBE_AFTER or not self._solvent
 
     def why_paused(self) -> str:
-        """The two figures behind a pause, for one line to the user."""
+        """The figures behind a pause, for one line to the user."""
+        lost = "" if self._solvent else f"{-self._account * 1e3:.0f} ms lost in this reply; "
         return (
-            f"{self._overall.rate(0):.0%} of first draft tokens accepted, "
+            f"{lost}{self._overall.rate(0):.0%} of first draft tokens accepted, "
             f"a verify step of two costs {self.cost(2) / self.cost(1):.2f}x a single one"
         )
 

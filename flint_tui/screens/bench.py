@@ -230,7 +230,7 @@ class BenchScreen(Screen[None]):
         if row.mbu is not None:
             parts.append(f"{row.mbu:.0%} MBU, {number(row.gb_s)} GB/s")
         if row.bytes_per_token is not None:
-            parts.append(f"{size(row.bytes_per_token)} a token")
+            parts.append(f"{size(row.bytes_per_token)}/token")
         if row.acceptance_length is not None:
             parts.append(f"{row.acceptance_length:.2f} tok/step")
         if row.test.startswith("prefill"):
