@@ -240,7 +240,6 @@ class _Generation:
 
         The loop is ahead by a token, which tells for nothing whether a draft begins well; only then is it left, as
         starting it anew has a price."""
-        entered = time.perf_counter()
         fed, clock = len(self.decoder.cached), 0.0
         conversation = self.history  # also of tokens after a stop string, which are cached but not in the reply
         stream = backend.stream(
@@ -272,7 +271,7 @@ class _Generation:
                 self._lap()  # ending the stream for a draft counts as time of the verify step
                 if not self._goes_on():
                     break
-                draft = self._draft().ids
+                draft = self._draft(beside=True).ids
                 if draft and batch.ids and batch.ids[0] == expected:
                     break
                 expected = draft[0] if draft else None
@@ -283,15 +282,12 @@ class _Generation:
                 take(batch)
             with contextlib.suppress(BackendError):
                 self.decoder.cached[:] = conversation[: self.backend.position]
-            self.draft_seconds = 0.0  # looking for drafts took place beside the decoding
-            if self.drafter is not None and self.reply.reason is None:  # it will be started anew, for a draft's sake
-                policy = self.decoder.follow(self.drafter)
-                policy.record_following(min(max(0.0, time.perf_counter() - entered - clock), policy.cost(1)))
 
     # --- speculation ----------------------------------------------------------------------------------------------
 
-    def _draft(self) -> Draft:
-        """The draft to verify now; without ids where single pass is the better step."""
+    def _draft(self, beside: bool = False) -> Draft:
+        """The draft to verify now; without ids where single pass is the better step. beside: while the backend goes on
+        decoding, so that drafting costs nothing."""
         drafter, fixed = self.drafter, self.options.draft_tokens
         if drafter is None:
             return Draft(())
@@ -310,9 +306,10 @@ class _Generation:
         except DrafterError as failure:
             self._without_drafter(f"Speculation is off: {failure}")
             return Draft(())
-        seconds = time.perf_counter() - start
-        self.draft_seconds += seconds
-        policy.record_draft(len(draft.ids), seconds)
+        if not beside:
+            seconds = time.perf_counter() - start
+            self.draft_seconds += seconds
+            policy.record_draft(len(draft.ids), seconds)
         kept = policy.choose(draft.evidence, len(draft.ids)) if fixed is None else len(draft.ids)
         self._note_pause(policy)
         if self.drafter is not drafter:

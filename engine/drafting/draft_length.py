@@ -13,7 +13,7 @@ from statistics import median
 SAMPLES = 9  # the median of the last few steps of a width: one preempted step in a shared machine decides nothing
 GAIN_WANTED = 1.03  # below it a difference is noise
 LOSS_SHARE = 0.01  # of the time decoded, that losing verify steps may cost
-LOSS_STEPS = 1.0  # and, at the start of a reply, that many single steps
+LOSS_STEPS = 2.0  # and, at the start of a reply, that many single steps
 ROW_COST = 0.05  # of a single step, for each further row, until measured
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0
 MEMORY = 0.98  # per verified draft: the last 50 count
@@ -79,7 +79,7 @@ class DraftLength:
         self._draft_seconds += (each - self._draft_seconds) * (0.1 if self._draft_seconds else 1.0)
 
     def record_following(self, seconds: float) -> None:
-        """Handing tokens and features over to the drafter, or leaving the backend's own loop for it, took `seconds`."""
+        """Handing tokens and features over to the drafter took `seconds`."""
         self._account -= seconds
 
     def record_verified(self, evidence: int, tested: int, accepted: int, seconds: float) -> None:

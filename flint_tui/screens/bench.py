@@ -231,11 +231,12 @@ class BenchScreen(Screen[None]):
             parts.append(f"{row.mbu:.0%} MBU, {number(row.gb_s)} GB/s")
         if row.bytes_per_token is not None:
             parts.append(f"{size(row.bytes_per_token)}/token")
-        if row.acceptance_length is not None:
-            parts.append(f"{row.acceptance_length:.2f} tok/step")
         if row.test.startswith("prefill"):
             parts.append(f"first token {seconds(row.ttft_s)}")
-        return [Content.styled(f"{' · '.join(parts) or DASH}", "$muted")]
+        lines = [" · ".join(parts) or DASH]
+        if row.acceptance_length is not None:
+            lines.append(f"{row.acceptance_length:.2f} tok/step")
+        return [Content.styled(line, "$muted") for line in lines]
 
     # -- exporting
 
