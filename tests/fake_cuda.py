@@ -10,6 +10,7 @@ import ctypes
 import functools
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,10 @@ from typing import Any
 SUCCESS = 0
 NAMES = {2: "CUDA_ERROR_OUT_OF_MEMORY", 100: "CUDA_ERROR_NO_DEVICE", 719: "CUDA_ERROR_LAUNCH_FAILED"}
 NAMES |= {720: "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", 804: "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE"}
+
+LIBRARY_FLAGS = ["-fPIC", "-shared", "-fno-strict-aliasing"]
+if sys.platform == "linux":  # else emulators loaded into one process would share their inline and template variables
+    LIBRARY_FLAGS.append("-fno-gnu-unique")
 
 Launch = Callable[[str, tuple[int, int, int], int, Any], int]  # kernel, grid, threads, void** -> CUresult
 
@@ -122,7 +127,7 @@ def emulator() -> Launch | None:
         return None
     here = Path(__file__).parent / "kernels" / "cuda_on_cpu"
     built = Path(tempfile.mkdtemp(prefix="flint-cuda-on-cpu-")) / "kernels.so"
-    flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fno-strict-aliasing", "-Wno-unknown-pragmas", f"-I{here}"]
+    flags = ["-std=c++17", "-O2", *LIBRARY_FLAGS, "-Wno-unknown-pragmas", f"-I{here}"]
     subprocess.run([compiler, *flags, str(here / "kernels.cpp"), "-o", str(built)], check=True)
     library = ctypes.CDLL(str(built))
 

@@ -16,7 +16,7 @@ from typing import Any
 from kernels.cuda.driver import Driver
 from kernels.cuda.experiments.gpu import FOLDER, SOURCES, CudaDevice
 from kernels.cuda.experiments.sweep import Step
-from tests.fake_cuda import SUCCESS, FakeLibcuda
+from tests.fake_cuda import LIBRARY_FLAGS, SUCCESS, FakeLibcuda
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 DEADLOCK = 719  # CUDA_ERROR_LAUNCH_FAILED
@@ -39,7 +39,7 @@ def libraries() -> dict[str, Any]:
 
     def build(source: str) -> Any:
         kernels = "".join(f"KERNEL({name})" for name in kernels_of(source))
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w", f"-I{HERE}"]
+        flags = ["-std=c++17", "-O1", *LIBRARY_FLAGS, "-w", f"-I{HERE}"]
         defines = [f'-DSOURCE="{FOLDER / source}.cu"', f"-DKERNELS={kernels}"]
         library = folder / f"{source}.so"
         subprocess.run([compiler, *flags, *defines, str(HERE / "experiments.cpp"), "-o", str(library)], check=True)

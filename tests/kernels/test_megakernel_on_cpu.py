@@ -22,6 +22,7 @@ from kernels.cuda.kv_layout import cache_shape
 from kernels.cuda.megakernel import DeviceSampling, _Parameters, _SmTiles
 from kernels.cuda.plan import KernelDims
 from kernels.cuda.reference import Reference, draw, random_model
+from tests.fake_cuda import LIBRARY_FLAGS
 from tests.kernels.tiling import tiled
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
@@ -41,7 +42,7 @@ class EmulatedGpu:
         self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns)
         defines = [f"-D{name}={value}" for name, value in self.plan.constants.items()]
         library = build / "megakernel.so"
-        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-w", f"-I{HERE}", *defines]
+        flags = ["-std=c++17", "-O1", *LIBRARY_FLAGS, "-w", f"-I{HERE}", *defines]
         subprocess.run(["g++", *flags, str(HERE / "megakernel.cpp"), "-o", str(library)], check=True)
         self._run = ctypes.CDLL(str(library)).run
         matrices = {name: _packed(name, m) for name, m in self.model.matrices.items()}
