@@ -282,6 +282,7 @@ class _Generation:
                 take(batch)
             with contextlib.suppress(BackendError):
                 self.decoder.cached[:] = conversation[: self.backend.position]
+            self.draft_seconds = 0.0  # of a declined draft before the loop, whose clock does not hold that time
 
     # --- speculation ----------------------------------------------------------------------------------------------
 

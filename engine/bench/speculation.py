@@ -40,6 +40,10 @@ class Pair:
         return (self.tokens - 1) / median(seconds)
 
     @property
+    def timeable(self) -> bool:
+        return self.tokens >= SHORTEST
+
+    @property
     def ratio(self) -> float:
         return self.rate(self.speculative) / self.rate(self.single)
 
@@ -68,10 +72,7 @@ def measure(
     rounds: int,
     watch: Watch = lambda done, total: None,
 ) -> list[Pair]:
-    """Answer every prompt in both modes, `rounds` times. options: of the speculative mode. Raises BackendError.
-
-    Prompts with a reply of under SHORTEST tokens are left out.
-    """
+    """Answer every prompt in both modes, `rounds` times. options: of the speculative mode. Raises BackendError."""
     pairs = [Pair(prompt.domain) for prompt in prompts]
     done = 0
     for turn in range(rounds):
@@ -91,7 +92,7 @@ def measure(
             pair.acceptance.append(speculative.acceptance)
             done += 1
             watch(done, rounds * len(prompts))
-    return [pair for pair in pairs if pair.tokens >= SHORTEST]
+    return pairs
 
 
 def results(pairs: Sequence[Pair]) -> list[DomainResult]:

@@ -55,11 +55,14 @@ def spec(
         name, described = engine.name, engine.backend.description
     finally:
         engine.close()
-    if not pairs:
+    timed = [pair for pair in pairs if pair.timeable]
+    if not timed:
         raise BackendError("No reply was long enough to be timed", "Give other --prompts, or more --max-tokens.")
-    if len(pairs) < len(asked):
-        note(f"{len(asked) - len(pairs)} of {len(asked)} prompts left out: replies too short to be timed")
-    rows = results(pairs)
+    if len(timed) < len(pairs):
+        note(
+            f"{len(pairs) - len(timed)} of {len(pairs)} replies are too short to be timed; only their text is compared"
+        )
+    rows = results(timed)
     if as_json:
         head = {"model": name, "backend": described, "drafter": drafter.value, "draft_tokens": draft_tokens}
         head |= {"temperature": temperature, "max_tokens": max_tokens, "rounds": rounds, "note": busy}

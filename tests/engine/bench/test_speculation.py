@@ -80,7 +80,9 @@ def test_an_answer_that_differs_is_told(tmp_path: Path) -> None:
     assert not measured.equal
 
 
-def test_short_replies_are_left_out(tmp_path: Path) -> None:
+def test_short_replies_are_compared_and_not_timed(tmp_path: Path) -> None:
     engine = fake_engine(tmp_path, FakeBackend(context_size=2048, chunk=64))
     options = ReplyOptions(drafter="ngram", sampling=Sampling(), max_tokens=7)
-    assert measure(engine, [Prompt("chat", "one")], options, 1) == []
+    (measured,) = measure(engine, [Prompt("chat", "one")], options, 1)
+    assert measured.equal
+    assert not measured.timeable
