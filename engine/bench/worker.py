@@ -8,9 +8,13 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import BackendError, FlintError
+
+if TYPE_CHECKING:
+    from engine.backends.torch_reference import TorchReference
+    from engine.bench.torch_int4 import Int4Decoder
 
 
 def main() -> None:
@@ -78,8 +82,6 @@ def _flint(request: dict[str, Any], backend: str, mode: str) -> dict[str, Any]:
 
 
 def _reference(request: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens of engine/backends/torch_reference.py in float32, and how clearly each won."""
-    import numpy as np
     import torch
 
     from engine.backends.torch_reference import TorchReference
@@ -88,7 +90,13 @@ def _reference(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = PackedModel.open(Path(request["model"]))
-    reference = TorchReference.from_packed(model, context_size=request["context"], device=device)
+    return reference_answer(TorchReference.from_packed(model, context_size=request["context"], device=device), request)
+
+
+def reference_answer(reference: TorchReference, request: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens of engine/backends/torch_reference.py in float32, and how clearly each won."""
+    import numpy as np
+
     prompt, ids, margins, seconds = request["prompt"], [], [], []
     feed = prompt
     while len(ids) < request["tokens"]:
@@ -169,6 +177,10 @@ def _torch_int4(request: dict[str, Any], compiled: bool) -> dict[str, Any]:
     from engine.packed.model import PackedModel
 
     decoder = Int4Decoder(PackedModel.open(Path(request["model"])), request["context"], compiled=compiled)
+    return torch_int4_answer(decoder, request)
+
+
+def torch_int4_answer(decoder: Int4Decoder, request: dict[str, Any]) -> dict[str, Any]:
     ids, seconds = decoder.decode(request["prompt"], request["tokens"])
     return {
         "ids": ids,
