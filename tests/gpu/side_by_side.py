@@ -1,6 +1,9 @@
-"""Our loop beside stock PyTorch's int4 on one GPU, in one process, by turns: random weights of a real shape.
+"""Our loop beside stock PyTorch's int4 on one GPU, in one process, by turns.
 
-    python -m tests.gpu.side_by_side [--shape granite-3b] [--context 1024] [--tokens 128] [--rounds 7] [--json FILE]
+    python -m tests.gpu.side_by_side [--shape granite-3b | --packed DIRECTORY] [--context 1024] [--tokens 128]
+        [--rounds 7] [--json FILE]
+
+--shape: random weights of a real shape. --packed: a model as `flint pack` wrote it, on flint's own text.
 
 `flint bench compare` starts a process for every sample, and opening a large model takes minutes of that; here each arm
 opens once. The gate, the statistics and the table are its own. Every arm decodes --tokens tokens with --context of them
@@ -20,16 +23,19 @@ from typing import Any, cast
 import numpy as np
 
 from engine.backends.cuda import CudaBackend, find_gpu
+from engine.backends.torch_reference import TorchReference
 from engine.bench.arms import Arm
 from engine.bench.compare import outcome_json, run
 from engine.bench.compare_table import comparison_markdown
 from engine.bench.conditions import utc_now
 from engine.bench.environment import commit
 from engine.bench.worker import reference_answer, torch_int4_answer
+from engine.bench.workload import prompt_ids
 from engine.machine.hardware import gpu_bandwidth
 from engine.packed.matrix import Storage
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
+from engine.text.tokenizer import Tokenizer
 from tests.gpu.models import SHAPES, RandomModel, config_of
 
 Answer = dict[str, Any]
@@ -39,16 +45,16 @@ ARMS = ("cuda-single", "torch-int4-graph", "torch-int4-compile")
 class Contestants:
     """Opens an arm at its first turn and keeps it; `launch` is what engine.bench.compare.run asks for."""
 
-    def __init__(self, model: RandomModel) -> None:
+    def __init__(self, model: RandomModel | PackedModel) -> None:
         self._model = cast(PackedModel, model)
-        self._random = model
+        self._reference = model.reference if isinstance(model, RandomModel) else self._packed_reference
         self._open: dict[str, Callable[[Answer], Answer]] = {}
 
     def launch(self, arm: Arm, request: Answer) -> Answer:
         started = time.perf_counter()
         try:
             if arm.name == "reference":  # once, and 4 bytes a weight: not kept
-                answer = reference_answer(self._random.reference(request["context"]), request)
+                answer = reference_answer(self._reference(request["context"]), request)
             else:
                 if arm.name not in self._open:
                     self._open[arm.name] = self._opened(arm.name, request)
@@ -59,6 +65,9 @@ class Contestants:
         said = answer.get("error") or (f"{rate:.1f} tok/s" if rate else "")
         print(f"{arm.name}: {said} ({time.perf_counter() - started:.1f} s)", file=sys.stderr, flush=True)
         return answer
+
+    def _packed_reference(self, context: int) -> TorchReference:
+        return TorchReference.from_packed(self._model, context_size=context, device="cuda")
 
     def _opened(self, name: str, request: Answer) -> Callable[[Answer], Answer]:
         if name == "cuda-single":
@@ -96,9 +105,18 @@ def ours(backend: CudaBackend, request: Answer) -> Answer:
     }
 
 
+def random_model(shape: str, layers: int | None) -> RandomModel:
+    """As flint would pack such a model: int4 in groups of 128; SmolLM2 as its GGUF is stored."""
+    if shape.startswith("smollm2"):
+        storage = Storage("int4", 32, symmetric=False)
+        return RandomModel(config_of(shape, layers=layers), storage, overrides={"embed": Storage("int8", 32)}, seed=5)
+    return RandomModel(config_of(shape, layers=layers), Storage("int4", 128), seed=5)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="granite-3b")
+    parser.add_argument("--packed", type=Path)
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a quick try")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=128)
@@ -108,24 +126,21 @@ def main() -> int:
     options = parser.parse_args()
 
     gpu = find_gpu()
-    config = config_of(options.shape, layers=options.layers)
-    smollm2 = options.shape.startswith("smollm2")
-    storage = Storage("int4", 32, symmetric=False) if smollm2 else Storage("int4", 128)
-    model = RandomModel(config, storage, overrides={"embed": Storage("int8", 32)} if smollm2 else {}, seed=5)
-    prompt = options.context - options.tokens // 2
-    request = {
-        "prompt": np.random.default_rng(1).integers(0, config.vocab_size, prompt).tolist(),
-        "tokens": options.tokens,
-        "context": prompt + options.tokens,
-        "shape": options.shape,
-        "layers": config.num_layers,
-    }
+    length = options.context - options.tokens // 2
+    if options.packed:
+        model: RandomModel | PackedModel = PackedModel.open(options.packed)
+        name, prompt = model.manifest.name, prompt_ids(Tokenizer.from_packed(model), length)
+    else:
+        model = random_model(options.shape, options.layers)
+        name = f"{options.shape} with random weights, {model.config.num_layers} layers"
+        prompt = np.random.default_rng(1).integers(0, model.config.vocab_size, length).tolist()
+    request = {"prompt": prompt, "tokens": options.tokens, "context": length + options.tokens, "what": name}
     arms = [Arm(name) for name in options.arms.split(",")]
     outcome = run(arms, request, options.rounds, Contestants(model).launch, against=ARMS[0])
     peak = gpu_bandwidth(gpu)
     if peak is not None:
         outcome.peaks["gpu"] = peak
-    print(f"{options.shape}, {config.num_layers} layers, context {options.context}, {gpu.name}, {utc_now()}")
+    print(f"{name}, context {options.context}, {gpu.name}, {utc_now()}")
     print(comparison_markdown(outcome))
     if options.json:
         value = outcome_json(outcome) | {"gpu": gpu.name, "commit": commit(), "created": utc_now()}
