@@ -4,7 +4,7 @@
 
 enum Mode { STEP = 0, GREEDY = 1, SAMPLE = 2 };  // STEP: logits only, one pass
 
-struct SmTiles {  // one row per SM; mirrored by megakernel.py
+struct SmTiles {  // one row per SM; mirrored by loading.py
     int first[PHASES];
     int count[PHASES];
     long long offset;       // bytes from `weights` to this SM's stream

@@ -16,7 +16,8 @@ from kernels.build import CUDA_DIRECTORY, architecture, compile_cubin
 from kernels.cuda import plan as planning
 from kernels.cuda.driver import CudaError, Driver, Kernel, MappedMemory, Module
 from kernels.cuda.kv_layout import cache_shape
-from kernels.cuda.plan import PHASES, KernelDims, Plan, StoredMatrix, Unsupported
+from kernels.cuda.loading import load_weights
+from kernels.cuda.plan import KernelDims, Plan, StoredMatrix, Unsupported
 from kernels.cuda.tiles import TiledWeights
 
 if TYPE_CHECKING:
@@ -88,35 +89,6 @@ class _Parameters(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("columns", "position", "max_tokens", "mode")],
         *[(name, ctypes.c_int32) for name in ("stop_count", "window_count", "window", "draw_index", "top_k")],
         *[(name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "repeat_penalty")],
-    ]
-
-
-class _SmTiles(ctypes.Structure):
-    """struct SmTiles of context.cuh."""
-
-    _fields_ = [
-        ("first", ctypes.c_int32 * len(PHASES)),
-        ("count", ctypes.c_int32 * len(PHASES)),
-        ("offset", ctypes.c_int64),
-        ("layer_bytes", ctypes.c_int64),
-    ]
-
-
-class _Source(ctypes.Structure):
-    _fields_ = [("q", _POINTER), ("scale", _POINTER), ("minimum", _POINTER)]
-
-
-class _Retile(ctypes.Structure):
-    """struct Retile of retile.cu."""
-
-    _fields_ = [
-        ("low", _Source),
-        ("high", _Source),
-        *[(name, ctypes.c_int32) for name in ("low_row", "high_row", "rows_per_tile", "rows", "k", "group", "bits")],
-        *[(name, ctypes.c_int32) for name in ("chunks", "units", "unit_blocks", "unit_bytes", "reserved")],
-        ("target", _POINTER),
-        ("offset", _POINTER),
-        ("chunk_stride", _POINTER),
     ]
 
 
@@ -212,7 +184,18 @@ class Megakernel:
         )
         self._kernels: dict[int, tuple[Kernel, Plan]] = {}
         self._device = torch.device("cuda", 0)
-        self._upload(matrices, vectors, inverse_frequencies)
+        self._loaded = load_weights(
+            dims,
+            matrices,
+            vectors,
+            inverse_frequencies,
+            self.phases,
+            self.split,
+            self._driver,
+            self._device,
+            cubin_cache,
+            progress,
+        )
         shape = cache_shape(dims.layers, dims.kv_heads, context_size, dims.head_dim)
         self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
         self._open_host_memory()
@@ -241,7 +224,7 @@ class Megakernel:
         total = {name: size * d.layers for name, size in layer.items()}
         total["norm"] += 4 * d.hidden
         total["head"] = rows("head", d.vocab)
-        total["embed"] = int(sum(_nbytes(a) for a in self._embed if a is not None)) // d.vocab
+        total["embed"] = int(sum(_nbytes(a) for a in self._loaded.embedding if a is not None)) // d.vocab
         return total
 
     def widths(self) -> list[int]:
@@ -262,12 +245,12 @@ class Megakernel:
     @property
     def tiled_weights(self) -> TiledWeights:
         """The weights as the kernel streams them, for other kernels to read."""
-        return TiledWeights(self._weights, self.phases, self.split, self.dims.layers)
+        return self._loaded.tiled
 
     @property
     def embedding(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Values, scales and minima of the embedding, as packed, on the device."""
-        return self._embed
+        return self._loaded.embedding
 
     def step(
         self, tokens: Sequence[int], position: int, *, all_logits: bool = True, features: Sequence[int] = ()
@@ -362,7 +345,7 @@ class Megakernel:
 
     def close(self) -> None:
         """Release the device memory. Idempotent."""
-        for name in ("kv_cache", "_weights", "_embed", "_norms", "_head_norms", "_scratch", "_tiles"):
+        for name in ("kv_cache", "_loaded", "_scratch"):
             if hasattr(self, name):
                 delattr(self, name)
         self._buffers.clear()
@@ -409,11 +392,12 @@ class Megakernel:
         torch, p = self._torch, _Parameters()
         if getattr(self, "_scratch", None) is None or self._scratch.numel() < plan.scratch_bytes:
             self._scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self._device)
-        p.weights, p.tiles, p.scratch = self._weights.data_ptr(), self._tiles.data_ptr(), self._scratch.data_ptr()
-        p.kv, p.norms = self.kv_cache.data_ptr(), self._norms.data_ptr()
-        p.head_norms = self._head_norms.data_ptr() if self._head_norms is not None else 0
-        p.inverse_frequencies = self._frequencies.data_ptr()
-        p.embed_q, p.embed_scale, p.embed_minimum = (a.data_ptr() if a is not None else 0 for a in self._embed)
+        w = self._loaded
+        p.weights, p.tiles, p.scratch = w.tiled.data.data_ptr(), w.sm_tiles.data_ptr(), self._scratch.data_ptr()
+        p.kv, p.norms = self.kv_cache.data_ptr(), w.norms.data_ptr()
+        p.head_norms = w.head_norms.data_ptr() if w.head_norms is not None else 0
+        p.inverse_frequencies = w.frequencies.data_ptr()
+        p.embed_q, p.embed_scale, p.embed_minimum = (a.data_ptr() if a is not None else 0 for a in w.embedding)
         p.kv_layer_stride, p.kv_head_stride = self.kv_cache.stride(0), self.kv_cache.stride(1)
         base = self._host.device
         p.host_started, p.host_stop, p.host_report, p.host_tokens = base, base + 16, base + 24, base + 64
@@ -439,109 +423,12 @@ class Megakernel:
         except CudaError as error:
             raise KernelStopped(str(error)) from error
 
-    # ---- loading
-
     def _open_host_memory(self) -> None:
         # | started u32, pad, clock u64 | stop u64 | report u64 | pad to 64 | one entry a token |
         self._host = MappedMemory(self._driver, 64 + _TOKEN_BYTES * (self.context_size + 1))
         self._host_control = np.frombuffer(self._host.view[:32], dtype=np.uint64)
         entry = np.dtype([("id", "<u4"), ("sequence", "<u4"), ("nanoseconds", "<u8")])
         self._host_tokens = np.frombuffer(self._host.view[64:], dtype=entry)
-
-    def _upload(self, matrices: Mapping[str, StoredMatrix], vectors: Mapping[str, Any], frequencies: Any) -> None:
-        torch, d, sms = self._torch, self.dims, self._gpu.sm_count
-        self._weights = torch.empty(self.split.total_bytes, dtype=torch.uint8, device=self._device)
-        table = (_SmTiles * sms)()
-        for s in range(sms):
-            table[s].first[:] = self.split.first[s]
-            table[s].count[:] = self.split.count[s]
-            table[s].offset, table[s].layer_bytes = self.split.offset[s], self.split.layer_bytes[s]
-        self._tiles = torch.frombuffer(bytearray(table), dtype=torch.uint8).to(self._device)
-        norms = [np.asarray(vectors[f"layers.{i}.{n}"]) for i in range(d.layers) for n in ("attn_norm", "mlp_norm")]
-        norms.append(np.asarray(vectors["final_norm"]))
-        self._norms = torch.from_numpy(np.concatenate(norms).astype(np.float32)).to(self._device)
-        self._head_norms = None
-        if d.qk_norm:
-            heads = [np.asarray(vectors[f"layers.{i}.{n}"]) for i in range(d.layers) for n in ("q_norm", "k_norm")]
-            self._head_norms = torch.from_numpy(np.concatenate(heads).astype(np.float32)).to(self._device)
-        self._frequencies = torch.from_numpy(np.asarray(frequencies, dtype=np.float32)).to(self._device)
-        cubin = compile_cubin(
-            CUDA_DIRECTORY / "retile.cu",
-            arch=architecture(self._gpu.capability),
-            cache=self._cache,
-            driver_version=self._gpu.driver_version,
-            progress=self._progress,
-        )
-        retile = Module(self._driver, cubin.code).kernel("retile")
-        for layer in range(d.layers):
-            name = f"layers.{layer}."
-            first = 0
-            for part in ("q", "k", "v"):
-                self._retile(retile, "qkv", layer, first, self._on_device(matrices[name + part]))
-                first += matrices[name + part].n // planning.TILE_ROWS
-            self._retile(retile, "o", layer, 0, self._on_device(matrices[name + "o"]))
-            pair = self._on_device(matrices[name + "gate"]), self._on_device(matrices[name + "up"])
-            self._retile(retile, "gate_up", layer, 0, *pair)
-            self._retile(retile, "down", layer, 0, self._on_device(matrices[name + "down"]))
-        embed = self._on_device(matrices["embed"])
-        self._retile(retile, "head", d.layers, 0, embed if d.tied_head else self._on_device(matrices["head"]))
-        self._embed = embed[1:]
-
-    def _on_device(self, matrix: StoredMatrix) -> tuple[StoredMatrix, Any, Any, Any]:
-        torch = self._torch
-
-        def move(array: Any) -> Any:
-            if array is None:
-                return None
-            if isinstance(array, torch.Tensor):
-                return array.to(self._device).contiguous()
-            array = np.ascontiguousarray(array)
-            if not array.flags.writeable:
-                array = array.copy()  # torch warns about memory maps
-            view = {2: np.int16, 1: np.int8, 4: np.int32}[array.dtype.itemsize]
-            return torch.from_numpy(array.view(view)).to(self._device)
-
-        return matrix, move(matrix.q), move(matrix.scale), move(matrix.minimum)
-
-    def _retile(self, kernel: Kernel, name: str, layer: int, first: int, low: tuple, high: tuple | None = None) -> None:
-        """Copies a matrix (or gate and up) into the streams of the SMs that own its tiles, from tile `first` on."""
-        torch, phase, index = self._torch, self.phases[name], PHASES.index(name)
-        matrix = low[0]
-        both = high is not None
-        tiles = -(-matrix.n // (8 if both else 16))
-        offset, chunk_stride = self._tile_offsets(index, layer)
-        positions = torch.from_numpy(np.stack([offset, chunk_stride])[:, first : first + tiles].copy()).to(self._device)
-        r = _Retile()
-        for target, source in ((r.low, low), (r.high, high or low)):
-            target.q = source[1].data_ptr()
-            target.scale = source[2].data_ptr() if source[2] is not None else 0
-            target.minimum = source[3].data_ptr() if source[3] is not None else 0
-        r.low_row, r.high_row, r.rows_per_tile = (0, 0, 8) if both else (0, 8, 16)
-        r.rows, r.k, r.group = matrix.n, matrix.k, matrix.group or 0
-        r.bits = {"int4": 4, "int8": 8, "bf16": 16}[str(matrix.format)]
-        r.chunks, r.units = phase.chunks, phase.units
-        r.unit_blocks, r.unit_bytes = phase.unit_blocks, phase.unit_bytes
-        r.target = self._weights.data_ptr()
-        r.offset, r.chunk_stride = positions[0].data_ptr(), positions[1].data_ptr()
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch((tiles, phase.chunks * phase.units, 1), 128, [r], stream=stream)
-        torch.cuda.current_stream().synchronize()  # the staging tensors are freed when the caller returns
-
-    def _tile_offsets(self, index: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Byte offsets of every tile's first chunk, and from one chunk of a tile to the next."""
-        split, order = self.split, [self.phases[n] for n in PHASES]
-        phase = order[index]
-        offsets, strides = [], []
-        for s in range(len(split.first)):
-            count = split.count[s]
-            base = split.offset[s] + layer * split.layer_bytes[s]
-            if phase.name != "head":
-                base += sum(count[i] * order[i].tile_bytes for i in range(index))
-            stride = count[index] * phase.units * phase.unit_bytes
-            for t in range(count[index]):
-                offsets.append(base + t * phase.units * phase.unit_bytes)
-                strides.append(stride)
-        return np.array(offsets, dtype=np.int64), np.array(strides, dtype=np.int64)
 
 
 def _nbytes(tensor: Any) -> int:

@@ -6,13 +6,13 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned;
 
-struct Source {  // one matrix [*, k]; mirrored by megakernel.py
+struct Source {  // one matrix [*, k]; mirrored by loading.py
     const void* q;
     const u16* scale;
     const u16* minimum;
 };
 
-struct Retile {  // mirrored by megakernel.py
+struct Retile {  // mirrored by loading.py
     Source low, high;
     int low_row, high_row;  // row of the source that is row 0 (8) of the first tile
     int rows_per_tile;      // of each source

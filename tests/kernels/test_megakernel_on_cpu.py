@@ -19,7 +19,8 @@ import torch
 from engine.packed.matrix import Matrix
 from kernels.cuda.check import Case, plan_of
 from kernels.cuda.kv_layout import cache_shape
-from kernels.cuda.megakernel import DeviceSampling, _Parameters, _SmTiles
+from kernels.cuda.loading import sm_tiles_of
+from kernels.cuda.megakernel import DeviceSampling, _Parameters
 from kernels.cuda.plan import KernelDims
 from kernels.cuda.reference import Reference, draw, random_model
 from tests.fake_cuda import LIBRARY_FLAGS
@@ -48,11 +49,7 @@ class EmulatedGpu:
         matrices = {name: _packed(name, m) for name, m in self.model.matrices.items()}
         weights = tiled(dims, matrices, sms)
         self._weights, self._embed = _aligned(weights.data), matrices["embed"]
-        self._tiles = (_SmTiles * sms)()
-        split = weights.split
-        for s in range(sms):
-            self._tiles[s].first[:], self._tiles[s].count[:] = split.first[s], split.count[s]
-            self._tiles[s].offset, self._tiles[s].layer_bytes = split.offset[s], split.layer_bytes[s]
+        self._tiles = sm_tiles_of(weights.split)
         vectors = self.model.vectors
         names = [f"layers.{i}.{n}" for i in range(dims.layers) for n in ("attn_norm", "mlp_norm")] + ["final_norm"]
         self._norms = np.concatenate([vectors[n] for n in names])

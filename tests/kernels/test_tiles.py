@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from engine.packed.matrix import Storage
 from engine.packed.tensors import tensor_shapes
 from kernels.cuda import plan
 from kernels.cuda.driver import Driver
-from kernels.cuda.megakernel import Megakernel
+from kernels.cuda.loading import load_weights
 from tests.fake_cuda import FakeLibcuda, emulator
 from tests.kernels.tiling import tiled
 from tests.synthetic import random_matrix, small_config
@@ -48,15 +47,12 @@ def test_retile(storage: Storage, monkeypatch: pytest.MonkeyPatch):
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
-    # A Megakernel that only uploads: on the CPU, with a driver that runs retile.cu in fibers.
-    kernel: Any = object.__new__(Megakernel)
-    kernel._torch, kernel._device, kernel.dims = torch, torch.device("cpu"), kernel_dims(config)
-    kernel._driver = Driver(FakeLibcuda(sm_count=SMS, launch=launch))
-    kernel._gpu = kernel._driver.gpu()
-    kernel._cache = kernel._progress = None
-    kernel.phases = plan.phases_of(kernel.dims, matrices)
-    kernel.split = plan.split_tiles(kernel.phases, kernel.dims.layers, SMS)
+    # On the CPU, with a driver that runs retile.cu in fibers.
+    dims = kernel_dims(config)
+    phases = plan.phases_of(dims, matrices)
+    split = plan.split_tiles(phases, dims.layers, SMS)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
-    kernel._upload(matrices, vectors, config.rope_inverse_frequencies())
-    assert np.array_equal(kernel.tiled_weights.data.numpy(), tiled(kernel.dims, matrices, SMS).data.numpy())
+    driver, cpu = Driver(FakeLibcuda(sm_count=SMS, launch=launch)), torch.device("cpu")
+    loaded = load_weights(dims, matrices, vectors, config.rope_inverse_frequencies(), phases, split, driver, cpu)
+    assert np.array_equal(loaded.tiled.data.numpy(), tiled(dims, matrices, SMS).data.numpy())
