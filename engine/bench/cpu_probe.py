@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.backends.cpu import CpuBackend, native_library
+from engine.machine.hardware import peak_memory
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels import native
@@ -89,15 +89,6 @@ def widths(backend: CpuBackend, prompt: list[int]) -> dict[str, float]:
             backend.step(prompt[:width])
             samples[width].append(time.perf_counter() - start)
     return {str(width): float(np.median(times)) for width, times in samples.items()}
-
-
-def peak_memory() -> int | None:
-    """The largest resident size so far, the interpreter included; None where the system does not say."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -73,6 +73,18 @@ def physical_memory() -> int | None:
         return None
 
 
+def peak_memory() -> int | None:
+    """Largest resident size of this process so far, in bytes; None where the system is not Linux.
+
+    Not getrusage's ru_maxrss: on Linux a new process starts with that of the one that started it.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
 def _native_is_ready() -> bool:
     """Whether the native library is there; it is not built for the sake of a measurement."""
     try:

@@ -128,7 +128,7 @@ from engine.checkpoint import open_checkpoint
 from engine.packed.conversion import convert, describe, plan_storage
 from engine.packed.manifest import Source
 from engine.packed.writer import PackedWriter
-from tests.memory import peak_memory
+from engine.machine.hardware import peak_memory
 before = peak_memory()
 with open_checkpoint({folder!r}) as checkpoint:
     plan = plan_storage(checkpoint, bits={bits})

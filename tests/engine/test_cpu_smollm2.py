@@ -151,7 +151,7 @@ import sys
 from engine.backends.cpu import CpuBackend
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
-from tests.memory import peak_memory
+from engine.machine.hardware import peak_memory
 
 before = peak_memory()
 model = PackedModel.open(sys.argv[1])

@@ -495,7 +495,7 @@ def test_peak_memory_stays_under_four_times_the_largest_tensor_and_500_mb(tmp_pa
     code = """
 import sys
 from engine.packing import PackOptions, pack
-from tests.memory import peak_memory
+from engine.machine.hardware import peak_memory
 pack(sys.argv[1], PackOptions(bits=int(sys.argv[2])))
 print(peak_memory())
 """
