@@ -96,7 +96,7 @@ def run_compare(
             return None
         return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2)
 
-    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say)
+    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say, note)
     on_cpu = [result for result in outcome.measured() if result.place == "cpu"]
     if on_cpu:
         rates = [(result.bytes_per_token or 0.0) * max(result.samples) / 1e9 for result in on_cpu]

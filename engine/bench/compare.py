@@ -46,8 +46,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Outcome:
-    """base: the arm that the others are compared with (None: none was measured). machine: its state before each
-    round. peaks: "cpu" and "gpu" -> the bandwidth that 100 % MBU stands for there."""
+    """base: the arm that the others are compared with (None: none was measured). rounds: those that ended. machine: its
+    state before each round. peaks: "cpu" and "gpu" -> the bandwidth that 100 % MBU stands for there. stopped_of: the
+    rounds that were asked for, where Ctrl-C came before their end; else 0."""
 
     results: list[Result]
     base: str | None
@@ -55,6 +56,7 @@ class Outcome:
     request: dict[str, Any]
     machine: list[dict[str, Any]]
     peaks: dict[str, Bandwidth] = field(default_factory=dict)
+    stopped_of: int = 0
 
     def measured(self) -> list[Result]:
         return [result for result in self.results if result.state == "measured"]
@@ -75,11 +77,14 @@ def run(
     against: str | None = None,
     weights: Callable[[Arm], float | None] = lambda arm: None,
     watch: Watch = lambda text: None,
+    tell: Watch = lambda text: None,
 ) -> Outcome:
     """request: prompt, tokens, threads, context, model, gguf (engine/bench/arms.py). against: the base arm; without it
     the first that was measured. weights: bytes a token of arms that do not count their own.
+    watch: told what is about to run. tell: told each round's rates when it has ended, so that a killed run leaves them.
 
-    An arm that fails or answers wrongly is kept with its reason. Raises BackendError where the reference itself fails.
+    An arm that fails or answers wrongly is kept with its reason. Ctrl-C after the first round ends the comparison with
+    the rounds that were complete. Raises BackendError where the reference itself fails.
     """
     results = [Result(arm, "missing" if arm.missing else "measured", arm.missing) for arm in arms]
     contestants = [result for result in results if result.state == "measured"]
@@ -89,19 +94,36 @@ def run(
         for result in contestants:
             watch(f"gate: {result.arm.name}")
             _gate(result, launch(result.arm, request), reference)
-    machine = []
-    for number in range(rounds):
-        machine.append(snapshot())
+    machine: list[dict[str, Any]] = []
+    complete = 0
+    try:
+        while complete < rounds:
+            machine.append(snapshot())
+            for result in contestants:
+                if result.state == "measured":
+                    watch(f"round {complete + 1} of {rounds}: {result.arm.name}")
+                    _sample(result, launch(result.arm, request), request)
+            complete += 1
+            tell(f"round {complete} of {rounds}: {_rates(contestants)}")
+    except KeyboardInterrupt:
+        if not complete:
+            raise
+        del machine[complete:]
         for result in contestants:
-            if result.state == "measured":
-                watch(f"round {number + 1} of {rounds}: {result.arm.name}")
-                _sample(result, launch(result.arm, request), request)
+            del result.samples[complete:], result.prefill[complete:]
     for result in contestants:
         if result.bytes_per_token is None:
             result.bytes_per_token = weights(result.arm)
     measured = [result.arm.name for result in contestants if result.state == "measured"]
     base = against if against in measured else next(iter(measured), None)
-    return Outcome(results, base, rounds, request, machine)
+    return Outcome(results, base, complete, request, machine, stopped_of=rounds if complete < rounds else 0)
+
+
+def _rates(contestants: Sequence[Result]) -> str:
+    """Of the last round."""
+    said = [f"{r.arm.name} {r.samples[-1]:.2f} tok/s" for r in contestants if r.samples]
+    said += [f"{r.arm.name} {r.state.upper()}" for r in contestants if not r.samples]
+    return ", ".join(said)
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -136,6 +158,7 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return {
         "base": outcome.base,
         "rounds": outcome.rounds,
+        "stopped_of": outcome.stopped_of or None,
         "prompt_tokens": len(outcome.request["prompt"]),
         **request,
         "arms": arms,
@@ -157,7 +180,10 @@ def outcome_from_json(value: dict[str, Any], where: str) -> Outcome:
         record.fail("base", "no arm of that name was measured")
     peaks = record.record("peaks")
     known = {place: _peak_from_json(peaks.record(place)) for place in peaks.remaining() if place in ("cpu", "gpu")}
-    return Outcome(results, base, rounds, {"prompt": [0] * prompt}, [], known)
+    asked = record.optional_integer("stopped_of") if "stopped_of" in record.remaining() else None
+    if asked is not None and not rounds < asked <= 1000:
+        record.fail("stopped_of", "expected more rounds than ended")
+    return Outcome(results, base, rounds, {"prompt": [0] * prompt}, [], known, asked or 0)
 
 
 def _peak_from_json(record: Record) -> Bandwidth:

@@ -15,6 +15,8 @@ def comparison_markdown(outcome: Outcome) -> str:
     table = [list(COLUMNS)]
     table += [_cells(result, outcome, base) for result in outcome.measured()]
     lines = [table_markdown(table, right_from=1)] if len(table) > 1 else ["No arm was measured.\n"]
+    if outcome.stopped_of:
+        lines.append(f"STOPPED after {outcome.rounds} of {outcome.stopped_of} rounds; these are what had ended.")
     if base is not None:
         lines.append(
             f"bytes, speed, verdict: {base.arm.name} against the arm of the row. {_equal_bytes(outcome, base)}"

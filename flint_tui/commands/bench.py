@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from engine.loading import Engine
 
 
+INTERRUPTED = 130  # Ctrl-C, with what had been measured by then
+
+
 class BenchGroup(typer.core.TyperGroup):
     """`flint bench` and `flint bench MODEL` mean `flint bench quick ...`."""
 
@@ -182,6 +185,8 @@ def compare(
         typer.echo(json.dumps(outcome_json(outcome) | {"note": busy}, indent=2))
     else:
         typer.echo(comparison_markdown(outcome), nl=False)
+    if outcome.stopped_of:
+        raise typer.Exit(INTERRUPTED)
     if not outcome.measured():
         raise typer.Exit(1)
 
@@ -249,6 +254,8 @@ def reproduce(
         },
     )
     typer.echo(str(path))
+    if outcome.stopped_of:
+        raise typer.Exit(INTERRUPTED)
 
 
 @bench.command()

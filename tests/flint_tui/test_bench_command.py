@@ -65,6 +65,21 @@ def test_decode_prints_rows(engine) -> None:
     assert "| scripted" in flint("bench", "decode", "-p", "8", "-n", "4", "-r", "1").stdout
 
 
+def test_an_interrupted_comparison_is_printed_and_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.bench.arms import Arm
+    from engine.bench.compare import Outcome, Result
+
+    result = Result(Arm("cpu-single"), samples=[100.0, 102.0])
+    outcome = Outcome([result], "cpu-single", 2, {"prompt": [1], "tokens": 5}, [], stopped_of=5)
+    monkeypatch.setattr("flint_tui.bench_runs.run_compare", lambda *arguments: outcome)
+    printed = flint("bench", "compare")
+    assert printed.code == 130
+    assert "101.00" in printed.stdout
+    assert "STOPPED after 2 of 5 rounds" in printed.stdout
+    as_json = flint("bench", "compare", "--json")
+    assert (as_json.code, json.loads(as_json.stdout)["stopped_of"]) == (130, 5)
+
+
 def test_bad_options_are_usage_errors(engine) -> None:
     result = flint("bench", "decode", "-n", "many")
     assert (result.code, result.error[:11]) == (2, "-n 'many' i")

@@ -11,7 +11,7 @@ import pytest
 
 from engine.bench import arms as contestants
 from engine.bench.arms import Arm, find_arms, launch
-from engine.bench.compare import Outcome, outcome_json, run
+from engine.bench.compare import Outcome, outcome_from_json, outcome_json, run
 from engine.bench.compare_table import comparison_markdown
 from engine.bench.gguf_peer import find_gguf
 from engine.errors import BackendError, UsageError
@@ -88,6 +88,48 @@ def test_an_arm_that_fails_in_a_round_loses_its_samples_but_not_its_row() -> Non
     peer = result.results[1]
     assert (peer.state, peer.problem, peer.samples) == ("failed", "out of memory", [])
     assert "peer: FAILED, out of memory" in comparison_markdown(result)
+
+
+class Interrupted(Script):
+    """Ctrl-C while `peer` runs for the `at`-th time, the gate's turn counted."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__({"ours": [0.04], "peer": [0.08]})
+        self.at = at
+
+    def __call__(self, arm: Arm, request: dict[str, Any]) -> dict[str, Any]:
+        answer = super().__call__(arm, request)
+        if arm.name == "peer" and self.calls.count("peer") == self.at:
+            raise KeyboardInterrupt
+        return answer
+
+
+def test_each_round_is_told_when_it_ends() -> None:
+    told: list[str] = []
+    script = Script({"ours": [0.04]}, peer={"ids": RIGHT, "decode_s": 0.0})
+    outcome(script, rounds=2, tell=told.append)
+    assert told == [f"round {i} of 2: ours 100.00 tok/s, peer FAILED" for i in (1, 2)]
+
+
+def test_an_interrupted_comparison_keeps_the_rounds_that_ended() -> None:
+    result = outcome(Interrupted(at=7), rounds=9)
+    ours, peer, _ = result.results
+    assert (result.rounds, result.stopped_of, len(result.machine)) == (5, 9, 5)
+    assert (len(ours.samples), len(peer.samples), len(ours.prefill)) == (5, 5, 5)
+    comparison = result.comparison(peer)
+    assert comparison is not None
+    assert comparison.ratio == pytest.approx(2.0)
+    assert "STOPPED after 5 of 9 rounds" in comparison_markdown(result)
+    again = outcome_from_json(json.loads(json.dumps(outcome_json(result))), "compare.json")
+    assert comparison_markdown(again) == comparison_markdown(result)
+    whole = outcome(Script({"ours": [0.04], "peer": [0.08]}))
+    assert "STOPPED" not in comparison_markdown(whole)
+
+
+@pytest.mark.parametrize("at", [1, 2])  # in the gate, in the first round
+def test_interrupted_before_a_round_has_ended_there_is_nothing_to_keep(at: int) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        outcome(Interrupted(at))
 
 
 def test_without_a_reference_nothing_is_compared() -> None:
