@@ -7,6 +7,7 @@ fc(target layers' residual streams) where the target has been, and the block's o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,33 +98,53 @@ class EagleHead(nn.Module):
         """[..., hidden] -> logits over the draft vocabulary [..., draft_vocab]."""
         return self.head(self.final_norm(hidden))
 
-    def rollout(self, features: list[Tensor], embedded: Tensor, depth: int):
-        """Training-time test: yields, for draft position i = 0..depth-1, the hidden state [B, T-1-i, hidden] whose
-        logits at index t predict token[t+2+i].
+    def block(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        positions: Tensor,
+        keys: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One draft position of a rollout: features and embeddings [B, T, hidden] at positions int64 [T], after the
+        keys and values of the draft positions before. Returns the block's output and its own keys and values."""
+        q, k, v = self.project(embedded, hidden, positions)
+        return self.finish(hidden, chain_attention(q, (*keys, k), (*values, v))), k, v
+
+    def rollout(
+        self,
+        features: list[Tensor],
+        embedded: Tensor,
+        depth: int,
+        block: Callable[..., tuple[Tensor, ...]] | None = None,
+    ) -> Iterator[Tensor]:
+        """Training-time test: yields, for draft position i = 0..depth-1, a hidden state [B, T, hidden] whose logits at
+        index t < T-1-i predict token[t+2+i]; later rows have no token to read and mean nothing. (They are kept: shapes
+        that do not change with i are aligned, and compiled once.)
 
         features: target layers, each [B, T, hidden]; embedded: the target's embeddings of the same tokens,
         [B, T, hidden]. At draft position i, index t's context is the true features up to t and its own predictions
         for t+1..t+i: keys of draft position j > 0 are visible to the same index only (the diagonal). True tokens
         stand for the drafted ones, which is what happens exactly as long as every draft was accepted.
+        block: `self.block`, compiled or as it is.
         """
+        block = block or self.block
         hidden = self.fuse(features)
-        length = hidden.shape[1]
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        index = torch.arange(length, device=hidden.device)
-        for depth_index in range(depth):
-            rows = length - 1 - depth_index
-            if rows <= 0:
-                return
-            hidden = hidden[:, :rows]
-            q, k, v = self.project(embedded[:, 1 + depth_index :], hidden, index[:rows] + depth_index)
-            keys = [old[:, :, :rows] for old in keys] + [k]
-            values = [old[:, :, :rows] for old in values] + [v]
-            hidden = self.finish(hidden, chain_attention(q, keys, values))
+        keys: tuple[Tensor, ...] = ()
+        values: tuple[Tensor, ...] = ()
+        index = torch.arange(hidden.shape[1], device=hidden.device)
+        for i in range(min(depth, hidden.shape[1] - 1)):
+            hidden, k, v = block(hidden, shifted(embedded, 1 + i), index + i, keys, values)
+            keys, values = (*keys, k), (*values, v)
             yield hidden
 
 
-def chain_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def shifted(x: Tensor, by: int) -> Tensor:
+    """x [B, T, ...] moved `by` rows to the front of T; zeros follow."""
+    return torch.cat((x[:, by:], torch.zeros_like(x[:, :by])), dim=1)
+
+
+def chain_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Attention of q [B, heads, T, d] over keys[0], causally, and over each further key at its own index only.
 
     keys, values: [B, kv_heads, T, d] each. Query heads that share a key head are consecutive. The further keys cost a
@@ -131,12 +152,19 @@ def chain_attention(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tens
     """
     rows = q.shape[2]
     grouped = q.unflatten(1, (keys[0].shape[1], -1)) * q.shape[-1] ** -0.5  # [B, kv_heads, group, T, d]
-    scores = grouped @ keys[0].unsqueeze(2).transpose(-1, -2)
-    hidden_from = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    scores = scores.masked_fill(hidden_from, -torch.inf)
-    own = [(grouped * k.unsqueeze(2)).sum(-1, keepdim=True) for k in keys[1:]]
-    weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(values[0].dtype)
-    mixed = weights[..., :rows] @ values[0].unsqueeze(2)
-    for i, v in enumerate(values[1:]):
-        mixed = mixed + weights[..., rows + i : rows + i + 1] * v.unsqueeze(2)
+    scores = (grouped @ keys[0].unsqueeze(2).transpose(-1, -2)).float()
+    scores = scores.masked_fill(torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    own = [(grouped * k.unsqueeze(2)).float().sum(-1, keepdim=True) for k in keys[1:]]
+    # One softmax over all, without joining them: a matrix with a few more columns would be copied, and misaligned.
+    top = scores.amax(-1, keepdim=True)
+    for score in own:
+        top = torch.maximum(top, score)
+    top = top.detach()
+    weights, own = (scores - top).exp(), [(score - top).exp() for score in own]
+    total = weights.sum(-1, keepdim=True)
+    for weight in own:
+        total = total + weight
+    mixed = (weights / total).to(values[0].dtype) @ values[0].unsqueeze(2)
+    for weight, v in zip(own, values[1:], strict=True):
+        mixed = mixed + (weight / total).to(v.dtype) * v.unsqueeze(2)
     return mixed.flatten(1, 2)

@@ -1,14 +1,17 @@
 """Lets the target write its own conversations: the training data of a drafter, without any data set.
 
-Every sequence starts with the chat template up to a user turn. The user's words are sampled from the model too, or
-begin with an opener ("Write a Python function that") so that the domains are covered; then the reply is written,
-greedily or sampled. When a turn ends the next one begins, until the sequence is full. Sequences share their
-positions, so a batch needs no padding.
+A conversation begins with the chat template and an opening: a whole prompt, or the first words of one that the model
+goes on writing. Then the model replies, greedily or sampled; some conversations go on with a question that it asks
+itself. A batch's rows hold one conversation each and take the next opening as soon as one ends, so no step is spent
+on padding. A reply ends early when it only repeats itself: small models fall into loops, and a drafter trained on
+loops has learned nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +20,13 @@ import torch
 from torch import Tensor
 
 from engine.drafting.batched_target import BatchedTarget, StaticCache
+from engine.drafting.prompts import Prompt
+from engine.drafting.themes import Themes
 from engine.errors import UsageError
 
-USER, REPLY = 0, 1
-REACH_STEP = 128  # positions
+LAGS = 64  # tokens: a loop of at most this period is noticed while it is written
+LOOPED = 32  # tokens that repeat what stood one period earlier: then a reply ends
+PASSAGE_TOKENS = range(25, 120)
 
 
 @dataclass(frozen=True)
@@ -59,130 +65,283 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class HarvestOptions:
-    """How much to write, and how. `greedy_share` of the sequences write greedy replies, the rest sample them at
-    `temperature`; user turns are always sampled, at `user_temperature`. Draws are from the `top_k` largest logits."""
+    """How much to write, and how. `length`: the longest conversation; `steps`: tokens that every row of a batch
+    writes, one conversation after another. `greedy_share` of the conversations have greedy replies, the others sample
+    at a temperature between the two of `temperatures`; user turns at `user_temperature`. Tokens less likely than
+    `min_p` times the likeliest are not drawn. `follow_up` of the replies are followed by another user turn."""
 
     tokens: int
-    length: int = 768
+    length: int = 512
+    steps: int = 1024
     batch: int = 1024
-    greedy_share: float = 0.5
-    temperature: float = 0.8
+    greedy_share: float = 0.6
+    temperatures: tuple[float, float] = (0.2, 1.0)
     user_temperature: float = 0.9
-    top_k: int = 64
+    min_p: float = 0.02
     longest_user_turn: int = 160
+    longest_reply: int = 320
+    follow_up: float = 0.15
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations end to end: tokens uint32 [n], replies bool [n] (true where the token belongs to a reply, its
+    end-of-turn token included), and starts int64 [count + 1]: conversation i is tokens[starts[i] : starts[i + 1]]."""
+
+    tokens: np.ndarray
+    replies: np.ndarray
+    starts: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Write an npz file (atomically)."""
+        partial = path.with_suffix(".partial.npz")
+        np.savez(partial, tokens=self.tokens, replies=self.replies, starts=self.starts)
+        partial.replace(path)
+
+    def unlearn(self, turns: TurnTokens, unwanted: Collection[tuple[int, ...]]) -> None:
+        """Conversations whose first question is one of `unwanted` (token ids) keep no reply."""
+        for begin, end in zip(self.starts[:-1], self.starts[1:], strict=True):
+            words = self.tokens[begin + len(turns.start) : end].tolist()
+            if turns.end_of_turn in words and tuple(words[: words.index(turns.end_of_turn)]) in unwanted:
+                self.replies[begin:end] = False
+
+    @classmethod
+    def load(cls, path: Path) -> Conversations:
+        with np.load(path) as data:
+            return cls(data["tokens"], data["replies"], data["starts"])
+
+
+@dataclass(frozen=True)
+class OpeningTokens:
+    """An opening's token ids, and whether the user turn ends with them."""
+
+    ids: Sequence[int]
+    complete: bool
+
+
+Openings = Callable[[int, np.random.Generator], list[OpeningTokens]]  # (count, rng) -> how conversations begin
 
 
 class Harvester:
     """Writes batches of conversations with one target."""
 
-    def __init__(
-        self, target: BatchedTarget, turns: TurnTokens, openers: Iterable[list[int]], options: HarvestOptions
-    ) -> None:
+    def __init__(self, target: BatchedTarget, turns: TurnTokens, options: HarvestOptions) -> None:
         self.target, self.turns, self.options = target, turns, options
-        self.openers = list(openers) or [[]]
         device = target.device
         self._ids = torch.zeros(options.batch, dtype=torch.long, device=device)
-        self._position = torch.zeros(1, dtype=torch.long, device=device)
+        self._positions = torch.zeros(options.batch, dtype=torch.long, device=device)
         self._cache = StaticCache(target.config, options.batch, options.length, device, target.dtype)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
-    def _step(self, position: int) -> Tensor:
-        """Logits [batch, vocab] of the tokens in `_ids` at `position`; on a GPU replayed from a CUDA graph, one for
-        every REACH_STEP positions, so that early tokens do not read the whole cache."""
-        self._position.fill_(position)
-        reach = min(-(-(position + 1) // REACH_STEP) * REACH_STEP, self.options.length)
+    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits [batch, vocab] after ids int64 [batch] at positions int64 [batch]; on a GPU replayed from a graph."""
+        self._ids.copy_(ids)
+        self._positions.copy_(positions)
 
         def forward() -> Tensor:
-            return self.target.logits(self.target.decode(self._ids, self._position, self._cache, reach))
+            return self.target.logits(self.target.decode(self._ids, self._positions, self._cache))
 
         if self.target.device.type != "cuda":
             return forward()
-        if reach not in self._graphs:
-            forward()  # handles that are created lazily must exist before the capture
+        if self._graph is None:
+            forward()  # what is compiled or created lazily must exist before the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = forward()
-            self._graphs[reach] = graph, logits
-        graph, logits = self._graphs[reach]
-        graph.replay()
-        return logits
+            self._graph = graph, logits
+        self._graph[0].replay()
+        return self._graph[1]
 
     @torch.inference_mode()
-    def batch(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """One batch: tokens uint32 [batch, length], and a bool array of the same shape that is true where the token
-        belongs to a reply (its end-of-turn token included)."""
+    def converse(self, openings: Sequence[OpeningTokens], seed: int) -> Conversations:
+        """`batch` rows of `steps` tokens. Openings are taken in order, and again from the first when they run out.
+        The last conversation of each row is cut where the batch ends."""
         options, turns, device = self.options, self.turns, self.target.device
+        batch = options.batch
         generator = torch.Generator(device).manual_seed(seed)
         rng = np.random.default_rng(seed)
-        batch = options.batch
-        forced, forced_lengths = self._forced_sequences(rng)
-        role = torch.full((batch,), USER, device=device)
-        script = torch.zeros(batch, dtype=torch.long, device=device)  # which forced sequence a row is in
-        script += torch.from_numpy(rng.integers(2, len(forced_lengths), batch)).to(device)
-        script_at = torch.zeros(batch, dtype=torch.long, device=device)
-        greedy = torch.from_numpy(rng.random(batch) < options.greedy_share).to(device)
-        spoken = torch.zeros(batch, dtype=torch.long, device=device)
-        tokens = torch.zeros(batch, options.length, dtype=torch.long, device=device)
-        replies = torch.zeros(batch, options.length, dtype=torch.bool, device=device)
-        sampled = torch.zeros(batch, dtype=torch.long, device=device)
-        for position in range(options.length):
-            in_script = script_at < forced_lengths[script]
-            token = torch.where(in_script, forced[script, script_at.clamp(max=forced.shape[1] - 1)], sampled)
-            token = torch.where(
-                (role == USER) & ~in_script & (spoken >= options.longest_user_turn), turns.end_of_turn, token
-            )
-            tokens[:, position] = token
-            replies[:, position] = (role == REPLY) & ~in_script
-            spoken = torch.where(in_script, 0, spoken + 1)
-            ended = ~in_script & (token == turns.end_of_turn)
-            script_at = torch.where(ended, 0, script_at + in_script)
-            script = torch.where(ended, torch.where(role == USER, 0, 1), script)
-            role = torch.where(ended, 1 - role, role)
-            self._ids.copy_(token)
-            sampled = self._choose(self._step(position), greedy & (role == REPLY), role, generator)
-        return tokens.to(torch.int32).cpu().numpy().view(np.uint32), replies.cpu().numpy()
+        table, lengths, asks = self._scripts(openings)
+        # Traits of the n-th conversation, drawn beforehand: temperature (0: greedy), and whether a question follows.
+        count = len(openings)
+        sampled_share = np.where(rng.random(count) < options.greedy_share, 0.0, 1.0)
+        temperatures = torch.from_numpy(sampled_share * rng.uniform(*options.temperatures, count)).float().to(device)
+        goes_on = torch.from_numpy(rng.random(count) < options.follow_up).to(device)
 
-    def _forced_sequences(self, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Token sequences that are given, not sampled: 0 user-to-reply, 1 reply-to-user, 2.. start plus an opener."""
-        picks = [self.openers[i] for i in rng.integers(0, len(self.openers), min(self.options.batch, 512))]
-        sequences = [self.turns.user_to_reply, self.turns.reply_to_user, *((*self.turns.start, *o) for o in picks)]
-        width = max(len(s) for s in sequences)
-        table = np.zeros((len(sequences), max(width, 1)), dtype=np.int64)
+        conversation = torch.arange(batch, device=device)
+        taken = torch.tensor(batch, device=device)
+        script = 2 + conversation % count  # 0: user to reply, 1: reply to user, 2..: the openings
+        at = torch.zeros_like(conversation)
+        position = torch.zeros_like(conversation)
+        spoken = torch.zeros_like(conversation)
+        sampled = torch.zeros_like(conversation)
+        recent = torch.full((batch, LAGS), -1, device=device)
+        repeated = torch.zeros_like(recent)
+        lags = torch.arange(LAGS, device=device)
+        tokens = torch.zeros(options.steps, batch, dtype=torch.int32, device=device)
+        replies = torch.zeros(options.steps, batch, dtype=torch.bool, device=device)
+        begins = torch.zeros_like(replies)
+        for step in range(options.steps):
+            in_script = at < lengths[script]
+            user = asks[script]
+            token = torch.where(in_script, table[script, at.clamp(max=table.shape[1] - 1)], sampled)
+            token = torch.where(user & ~in_script & (spoken >= options.longest_user_turn), turns.end_of_turn, token)
+            speaking = ~in_script & ~user
+            tokens[step], replies[step], begins[step] = token, speaking, position == 0
+            # How many tokens in a row equal the one that stood `lag` earlier in the same reply.
+            same = (recent == token[:, None]) & speaking[:, None] & (lags < spoken[:, None])
+            repeated = torch.where(same, repeated + 1, 0)
+            recent = torch.cat((token[:, None], recent[:, :-1]), dim=1)
+            spoken = torch.where(in_script, 0, spoken + 1)
+
+            trait = conversation % count
+            ended = ~in_script & (token == turns.end_of_turn)
+            asks_on = goes_on[trait] & (position < options.length // 2)
+            over = (repeated >= LOOPED).any(1) | (spoken >= options.longest_reply) | (ended & ~asks_on)
+            over = (speaking & over) | (position >= options.length - 1)
+            logits = self._step(token, position)
+            temperature = torch.where(user, options.user_temperature, temperatures[trait])
+            sampled = self._choose(logits, temperature, generator)
+
+            at = torch.where(ended | over, 0, at + in_script)
+            script = torch.where(ended, torch.where(user, 0, 1), script)
+            conversation = torch.where(over, taken + over.cumsum(0) - 1, conversation)
+            taken = taken + over.sum()
+            script = torch.where(over, 2 + conversation % count, script)
+            position = torch.where(over, 0, position + 1)
+        return _end_to_end(tokens, replies, begins)
+
+    def _scripts(self, openings: Sequence[OpeningTokens]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token sequences that are given, not sampled: int64 [n, width]; their lengths; and whether the user speaks
+        after them. 0: user to reply, 1: reply to user, 2..: the template's start plus an opening."""
+        turns, room = self.turns, self.options.length // 2
+        sequences = [turns.user_to_reply, turns.reply_to_user]
+        for opening in openings:
+            words = tuple(opening.ids)[:room]
+            ending = (turns.end_of_turn, *turns.user_to_reply) if opening.complete else ()
+            sequences.append((*turns.start, *words, *ending))
+        table = np.zeros((len(sequences), max(1, *map(len, sequences))), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             table[row, : len(sequence)] = sequence
-        lengths = torch.tensor([len(s) for s in sequences], device=self.target.device)
-        return torch.from_numpy(table).to(self.target.device), lengths
+        lengths = np.array([len(s) for s in sequences])
+        asks = np.array([False, True, *(not o.complete for o in openings)])
+        device = self.target.device
+        return (
+            torch.from_numpy(table).to(device),
+            torch.from_numpy(lengths).to(device),
+            torch.from_numpy(asks).to(device),
+        )
 
-    def _choose(self, logits: Tensor, greedy: Tensor, role: Tensor, generator: torch.Generator) -> Tensor:
-        """Next tokens int64 [batch]: the largest logit where greedy, else a draw from the top_k."""
-        values, ids = logits.float().topk(self.options.top_k, dim=-1)
-        temperature = torch.where(role == REPLY, self.options.temperature, self.options.user_temperature)[:, None]
-        noise = torch.empty_like(values).exponential_(generator=generator)
-        drawn = ((values / temperature).softmax(-1) / noise).argmax(-1, keepdim=True)
-        choice = torch.where(greedy[:, None], torch.zeros_like(drawn), drawn)
-        return ids.gather(1, choice)[:, 0]
+    def _choose(self, logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
+        """Next tokens int64 [batch]: the largest logit where the temperature [batch] is 0, else a draw."""
+        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        noise.exponential_(generator=generator)
+        return self._draw(logits, temperature[:, None], noise)
+
+    def _draw(self, logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+        """The Gumbel-max trick over what min-p leaves: noise is exponential [batch, vocab]."""
+        gap = logits.float() - logits.amax(-1, keepdim=True).float()
+        scaled = gap / temperature.clamp(min=1e-4)
+        drawn = torch.where(scaled >= float(np.log(self.options.min_p)), scaled - noise.log(), -torch.inf)
+        return torch.where(temperature > 0, drawn, gap).argmax(-1)
+
+
+def _end_to_end(tokens: Tensor, replies: Tensor, begins: Tensor) -> Conversations:
+    """Rows of [steps, batch], one after the other."""
+    starts = np.flatnonzero(begins.T.flatten().cpu().numpy())
+    flat = tokens.T.flatten().cpu().numpy().astype(np.uint32)
+    return Conversations(flat, replies.T.flatten().cpu().numpy(), np.append(starts, len(flat)))
+
+
+@dataclass(frozen=True)
+class Words:
+    """Text to token ids and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def write_passages(harvester: Harvester, themes: Themes, words: Words, seed: int) -> list[str]:
+    """Short texts by the target, one batch of them: whole sentences, no lists or code."""
+    options = harvester.options
+    rng = np.random.default_rng((seed, 1))
+    requests = themes.passage_requests(options.batch * (1 + options.steps // 128), rng)
+    written = harvester.converse([OpeningTokens(words.encode(r.text), True) for r in requests], seed)
+    passages: set[str] = set()
+    for begin, end in zip(written.starts[:-1], written.starts[1:], strict=True):
+        reply = written.tokens[begin:end][written.replies[begin:end]]
+        text = words.decode(reply[: PASSAGE_TOKENS.stop].tolist()).strip()
+        text = text[: max(text.rfind(mark) for mark in ".!?") + 1]
+        if len(words.encode(text)) in PASSAGE_TOKENS and not any(mark in text for mark in ("```", "\n- ", "\n1.")):
+            passages.add(text)
+    return sorted(passages)
+
+
+def from_prompts(prompts: Sequence[Prompt], words: Words) -> Openings:
+    """Openings drawn from a list."""
+    encoded = [OpeningTokens(words.encode(prompt.text), prompt.complete) for prompt in prompts]
+
+    def draw(count: int, rng: np.random.Generator) -> list[OpeningTokens]:
+        return [encoded[int(i)] for i in rng.integers(len(encoded), size=count)]
+
+    return draw
+
+
+def from_themes(harvester: Harvester, themes: Themes, words: Words, directory: Path) -> Openings:
+    """Openings written from themes; the passages that they need are written first, into `directory`."""
+    path = directory / "passages.json"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        written = write_passages(harvester, themes, words, harvester.options.seed)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(written), "utf-8")
+        partial.replace(path)
+    passages = json.loads(path.read_text("utf-8"))
+
+    def draw(count: int, rng: np.random.Generator) -> list[OpeningTokens]:
+        prompts = themes.openings(count, rng, passages)
+        return [OpeningTokens(words.encode(prompt.text), prompt.complete) for prompt in prompts]
+
+    return draw
 
 
 def harvest(
-    harvester: Harvester, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
+    harvester: Harvester,
+    directory: Path,
+    openings: Openings,
+    unwanted: Collection[tuple[int, ...]] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write shards `shard-00000.npz` (tokens uint32, replies bool; both [batch, length]) into `directory`.
+    """Write shards `shard-00000.npz` (Conversations) into `directory`. unwanted: questions (token ids) that the model
+    may come to ask, but that nothing may be learned from: those of an evaluation.
 
     Shard n depends on the seed and n alone, and shards already there are kept, so an interrupted harvest resumes.
     Returns the number of tokens in the directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     options = harvester.options
-    per_shard = options.batch * options.length
+    per_shard = options.batch * options.steps
     shards = max(1, -(-options.tokens // per_shard))
-    for number in range(shards):
-        path = directory / f"shard-{number:05d}.npz"
-        if not path.exists():
-            tokens, replies = harvester.batch(options.seed * 1_000_003 + number)
-            partial = path.with_suffix(".partial.npz")
-            np.savez(partial, tokens=tokens, replies=replies)
-            partial.replace(path)
-        progress((number + 1) * per_shard, shards * per_shard)
+    missing = [n for n in range(shards) if not _shard(directory, n).exists()]
+
+    def prepare(number: int) -> list[OpeningTokens]:
+        count = options.batch + per_shard // 100  # few conversations are shorter
+        return openings(count, np.random.default_rng((options.seed, 2, number)))
+
+    with ThreadPoolExecutor(1) as ahead:
+        coming = ahead.submit(prepare, missing[0]) if missing else None
+        for i, number in enumerate(missing):
+            assert coming is not None
+            beginnings = coming.result()
+            if i + 1 < len(missing):
+                coming = ahead.submit(prepare, missing[i + 1])
+            written = harvester.converse(beginnings, options.seed * 1_000_003 + number)
+            written.unlearn(harvester.turns, unwanted)
+            written.save(_shard(directory, number))
+            progress((shards - len(missing) + i + 1) * per_shard, shards * per_shard)
     return shards * per_shard
+
+
+def _shard(directory: Path, number: int) -> Path:
+    return directory / f"shard-{number:05d}.npz"

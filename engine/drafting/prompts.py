@@ -1,4 +1,4 @@
-"""Prompts in JSON lines: what a harvest begins with, and what an evaluation asks."""
+"""Prompts in JSON lines: what an evaluation asks, and what a harvest may begin with."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from engine.errors import CheckpointError, UsageError
 from engine.files.paths import asset
 from engine.files.reading import read_text
 
-OPENERS, HELD_OUT = "prompts/openers.jsonl", "prompts/heldout.jsonl"
+HELD_OUT = "prompts/heldout.jsonl"
 LARGEST_FILE = 64 << 20
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, and the kind of work that it stands for ("chat", "code", ...)."""
+    """One question, and the kind of work that it stands for ("chat", "code", ...). complete: false where it is only
+    how a question begins, which a harvest's model goes on writing."""
 
     domain: str
     text: str
+    complete: bool = True
 
 
 def load_prompts(path: Path | None, shipped: str = HELD_OUT, limit: int | None = None) -> list[Prompt]:
-    """A file of {"domain": ..., "text": ...} a line; the domain may be left out. None: the shipped one.
+    """A file of {"domain": ..., "text": ...} a line; the domain may be left out, and so may
+    "complete". None: the shipped one.
 
     limit: at most so many of each domain. Raises UsageError.
     """
@@ -39,7 +42,7 @@ def load_prompts(path: Path | None, shipped: str = HELD_OUT, limit: int | None =
             continue
         try:
             row = json.loads(line)
-            prompt = Prompt(str(row.get("domain", "all")), str(row["text"]))
+            prompt = Prompt(str(row.get("domain", "all")), str(row["text"]), bool(row.get("complete", True)))
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise UsageError(f'{path.name}, line {number}: expected an object with "text"') from None
         taken[prompt.domain] = taken.get(prompt.domain, 0) + 1

@@ -7,41 +7,47 @@ distributions are recomputed by the target as training goes: the data on disk ar
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.drafting.batched_target import BatchedTarget
-from engine.drafting.eagle_head import EagleConfig, EagleHead, default_feature_layers
+from engine.drafting.corpus import Corpus
+from engine.drafting.eagle_head import EagleConfig, EagleHead, default_feature_layers, shifted
 from engine.errors import UsageError
-
-LOOP_WINDOW = 16  # tokens; so many in a row are hardly repeated by chance
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """`depth` draft positions are unrolled; `hard_labels` trains against the target's argmax instead of its
-    distribution. `skip_loops` leaves out what a text that repeats itself would teach: small models often fall into
-    loops, whose next token is certain. Learning rate warms up over `warmup` of the run, then falls to a tenth along a
-    cosine."""
+    """What to train, and how.
+
+    depth: draft positions unrolled; position i's loss weighs decay**i. reached_only: a position counts only where the
+    drafts before it were right, as in a live loop. label_temperature: of the target's distribution, 0 for its argmax.
+    intermediate_size: the head's MLP; the target's if None. skip_loops leaves out what a text that repeats itself
+    would teach: small models often fall into loops, whose next token is certain. batch_tokens: tokens a step, padding
+    included. The learning rate warms up over `warmup` steps, then falls along a cosine to a fiftieth at the end: of
+    `epochs`, or of max_seconds, whichever comes first.
+    """
 
     draft_vocab: int = 8192
-    depth: int = 5
+    intermediate_size: int | None = None
+    depth: int = 4
     decay: float = 0.8
-    hard_labels: bool = False
+    reached_only: bool = False
+    label_temperature: float = 1.0
     warm_start: bool = True
     skip_loops: bool = True
     learning_rate: float = 1e-3
-    batch: int = 32
+    batch_tokens: int = 8192
     epochs: int = 1
-    warmup: float = 0.03
+    warmup: int = 200
     clip: float = 0.5
     seed: int = 0
     max_seconds: float | None = None
@@ -50,58 +56,30 @@ class TrainOptions:
 @dataclass(frozen=True)
 class TrainProgress:
     """step of steps; loss is the mean since the last report; accuracy[i]: how often draft position i's argmax is the
-    target's, over reply tokens; seconds since the start."""
+    target's where the drafts before it were right, over the tokens learned from; tokens read; seconds since the
+    start."""
 
     step: int
     steps: int
     loss: float
     accuracy: tuple[float, ...]
+    tokens: int
     seconds: float
 
-
-def read_shards(directory: Path) -> list[Path]:
-    """The shards of a harvest, in order. Raises UsageError where there is none."""
-    shards = sorted(p for p in directory.glob("shard-*.npz") if ".partial" not in p.name)
-    if not shards:
-        raise UsageError(f"no harvest in {directory}", "run `flint draft harvest` first")
-    return shards
+    @property
+    def length(self) -> float:
+        """The acceptance length that these accuracies amount to, at a draft length of their number."""
+        return 1 + float(np.cumprod(self.accuracy).sum())
 
 
-def looping(tokens: np.ndarray, window: int = LOOP_WINDOW) -> np.ndarray:
-    """bool, as tokens uint32 [n, T]: the `window` tokens that end here occurred earlier in the same row."""
-    count, length = tokens.shape
-    seen_before = np.zeros(tokens.shape, dtype=bool)
-    if length <= window:
-        return seen_before
-    # Every window as one number: equal windows have equal sums, others differ but for one chance in 2**64.
-    factors = np.random.default_rng(0).integers(1, 1 << 63, window, dtype=np.uint64) | np.uint64(1)
-    sums = np.zeros((count, length - window + 1), dtype=np.uint64)
-    for i, factor in enumerate(factors):
-        sums += (tokens[:, i : i + sums.shape[1]].astype(np.uint64) + np.uint64(1)) * factor
-    for row, numbers in zip(seen_before, sums, strict=True):
-        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
-        row[window - 1 :] = first[which] < np.arange(len(numbers))
-    return seen_before
-
-
-def draft_vocabulary(shards: list[Path], size: int, vocab_size: int) -> np.ndarray:
-    """The `size` token ids that occur most often in replies, ascending, int64."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for shard in shards:
-        with np.load(shard) as data:
-            counts += np.bincount(data["tokens"][data["replies"]], minlength=vocab_size)
-    order = np.argsort(-counts, kind="stable")
-    return np.sort(order[: min(size, vocab_size)])
-
-
-def eagle_config(config: ModelConfig, draft_vocab_size: int) -> EagleConfig:
-    """A head of the target's own proportions."""
+def eagle_config(config: ModelConfig, draft_vocab_size: int, intermediate_size: int | None = None) -> EagleConfig:
+    """A head of the target's own proportions, but for the MLP's width where one is given."""
     return EagleConfig(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=intermediate_size or config.intermediate_size,
         draft_vocab_size=draft_vocab_size,
         target_vocab_size=config.vocab_size,
         feature_layers=default_feature_layers(config.num_layers),
@@ -121,8 +99,12 @@ def start_from_target(head: EagleHead, target: BatchedTarget) -> None:
         weight = getattr(head, name).weight
         weight.zero_()
         weight[:, hidden:] = weights[last + name]
-    for name in ("o", "gate", "up", "down"):
-        getattr(head, name).weight.copy_(weights[last + name])
+    head.o.weight.copy_(weights[last + "o"])
+    # A wider MLP keeps its further neurons as drawn, a narrower one takes the first.
+    width = min(head.config.intermediate_size, target.config.intermediate_size)
+    head.gate.weight[:width] = weights[last + "gate"][:width]
+    head.up.weight[:width] = weights[last + "up"][:width]
+    head.down.weight[:, :width] = weights[last + "down"][:, :width]
     head.mlp_norm.weight.copy_(weights[last + "mlp_norm"])
     head.hidden_norm.weight.copy_(weights[last + "attn_norm"])
     head.final_norm.weight.copy_(weights["final_norm"])
@@ -131,54 +113,80 @@ def start_from_target(head: EagleHead, target: BatchedTarget) -> None:
     head.fc.weight[:, -hidden:] = torch.eye(hidden)
 
 
-def batches(
-    shards: list[Path], size: int, seed: int, skip_loops: bool = False
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches of (tokens, replies), shard by shard. skip_loops: what loops does not count as a reply."""
-    rng = np.random.default_rng(seed)
-    for shard in rng.permutation(len(shards)):
-        with np.load(shards[shard]) as data:
-            tokens, replies = data["tokens"], data["replies"]
-        if skip_loops:
-            replies = replies & ~looping(tokens)
-        order = rng.permutation(len(tokens))
-        for start in range(0, len(order) - size + 1, size):
-            rows = order[start : start + size]
-            yield tokens[rows], replies[rows]
+class Trainer:
+    """A head, its optimiser and the loss of a batch."""
 
+    def __init__(self, target: BatchedTarget, head: EagleHead, options: TrainOptions, compiled: bool = False) -> None:
+        self.target, self.head, self.options = target, head, options
+        self.t2d = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=target.device)
+        self.t2d[head.d2t] = torch.arange(len(head.d2t), device=target.device)
+        on_gpu = target.device.type == "cuda"
+        self.optimiser = torch.optim.AdamW(
+            head.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu
+        )
+        self._autocast = torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=on_gpu)
+        self._block, self._labels, self._score = head.block, self._label, self._scored
+        if compiled:
+            self._block, self._labels, self._score = map(torch.compile, (self._block, self._labels, self._score))
 
-def rollout_losses(
-    head: EagleHead, target: BatchedTarget, tokens: Tensor, replies: Tensor, options: TrainOptions, t2d: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens int64 [B, T], replies bool [B, T], t2d int64 [vocab] (-1: not in the draft vocabulary).
+    def _label(self, logits: Tensor, d2t: Tensor, t2d: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's logits [B, T, vocab] -> its choices as draft ids int64 [B, T] (-1: not in the draft
+        vocabulary) and its probabilities over the draft vocabulary [B, T, draft_vocab]."""
+        wanted = logits[..., d2t].float() / max(self.options.label_temperature, 1e-4)
+        return t2d[logits.argmax(-1)], wanted.softmax(-1).to(logits.dtype)
 
-    Returns the weighted loss, and for each draft position the count of correct argmaxes and of tested tokens.
-    """
-    with torch.no_grad():
-        hidden, features = target.forward(tokens, head.config.feature_layers)
-        logits = target.logits(hidden)
-        best = logits.argmax(-1)
-        wanted = logits[..., head.d2t].float()
-        embedded = target.embed(tokens)
-    loss = torch.zeros((), device=tokens.device)
-    correct, tested = [], []
-    for i, state in enumerate(head.rollout([f.float() for f in features], embedded.float(), options.depth)):
-        rows = state.shape[1]
-        at = slice(1 + i, 1 + i + rows)  # index t's label is the target's choice at position t + 1 + i
-        label = t2d[best[:, at]]
-        # The predicted token, at t + 2 + i, must be a reply's; past the end the last position's role stands.
-        predicted = torch.cat((replies[:, 2 + i :], replies[:, -1:]), dim=1)[:, :rows]
-        usable = predicted & (label >= 0)
-        drafted = head.logits(state)[usable].float()
-        if options.hard_labels:
-            term = F.cross_entropy(drafted, label[usable])
+    def _scored(self, hidden: Tensor, labels: Tensor, probabilities: Tensor, learn: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss over the positions where `learn` (bool [B, T]), and the drafts' ids int64 [B, T]."""
+        drafted = self.head.logits(hidden).float()
+        if self.options.label_temperature == 0:
+            agreed = drafted.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         else:
-            probabilities = wanted[:, at][usable].softmax(-1)
-            term = -(probabilities * drafted.log_softmax(-1)).sum(-1).mean()
-        loss = loss + options.decay**i * torch.nan_to_num(term)
-        correct.append((drafted.argmax(-1) == label[usable]).sum())
-        tested.append(predicted.sum())
-    return loss, torch.stack(correct), torch.stack(tested)
+            agreed = (probabilities.float() * drafted).sum(-1)
+        cross_entropy = drafted.logsumexp(-1) - agreed
+        return (cross_entropy * learn).sum() / learn.sum().clamp(min=1), drafted.argmax(-1)
+
+    def losses(self, tokens: Tensor, learn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens int64 [B, T], learn bool [B, T] -> the weighted loss, and for each draft position the count of
+        correct argmaxes and of tested tokens, where all drafts before were right."""
+        options, head = self.options, self.head
+        with torch.no_grad():
+            hidden, features = self.target.forward(tokens, head.config.feature_layers)
+            labels, probabilities = self._labels(self.target.logits(hidden), head.d2t, self.t2d)
+            embedded = self.target.embed(tokens)
+            text = self.t2d[tokens]
+        loss = torch.zeros((), device=tokens.device)
+        reached = torch.ones_like(learn)
+        correct, tested = [], []
+        for i, state in enumerate(head.rollout(features, embedded, options.depth, self._block)):
+            # Index t drafts token t + 2 + i, which the target chose at position t + 1 + i.
+            wanted, predicted = shifted(labels, 1 + i), shifted(learn, 2 + i)
+            usable = predicted & (wanted >= 0)
+            if options.reached_only:
+                usable = usable & reached
+            term, drafted = self._score(state, wanted, shifted(probabilities, 1 + i), usable)
+            loss = loss + options.decay**i * term
+            correct.append((predicted & reached & (drafted == wanted)).sum())
+            tested.append((predicted & reached).sum())
+            reached = reached & (drafted == shifted(text, 2 + i))
+        return loss, torch.stack(correct), torch.stack(tested)
+
+    def step(self, tokens: Tensor, learn: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+        """One update at a share `rate` of the learning rate. Returns what `losses` does; waits for nothing."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.options.learning_rate * rate
+        with self._autocast:
+            loss, correct, tested = self.losses(tokens, learn)
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.clip)
+        self.optimiser.step()
+        return loss.detach(), correct, tested
+
+
+def rate_at(step: int, progress: float, warmup: int) -> float:
+    """Share of the learning rate at a step, `progress` (0 to 1) of the way through the run."""
+    cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return cosine * min(1.0, (step + 1) / max(1, warmup))
 
 
 def train(
@@ -188,79 +196,73 @@ def train(
     checkpoint: Path,
     progress: Callable[[TrainProgress], None] = lambda report: None,
     report_every: int = 50,
-    save_every: int = 500,
+    save_every: int = 2000,
+    compiled: bool = False,
+    saved: Callable[[EagleHead], None] = lambda head: None,
 ) -> EagleHead:
     """Train a head; resumes from `checkpoint` (a safetensors file of parameters and optimiser state) if it is there.
 
-    Raises UsageError when the checkpoint was made with other options.
+    saved: called with the head whenever a checkpoint has been written. Raises UsageError when the checkpoint was made
+    with other options.
     """
     from engine.drafting.checkpoint import load_training, save_training
 
     device = target.device
+    started = time.monotonic()
     torch.manual_seed(options.seed)
-    vocabulary = draft_vocabulary(shards, options.draft_vocab, target.config.vocab_size)
-    head = EagleHead(eagle_config(target.config, len(vocabulary))).to(device)
+    corpus = Corpus(shards, device, options.skip_loops)
+    vocabulary = corpus.frequent_tokens(options.draft_vocab, target.config.vocab_size)
+    head = EagleHead(eagle_config(target.config, len(vocabulary), options.intermediate_size)).to(device)
     head.d2t.copy_(torch.from_numpy(vocabulary))
-    t2d = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=device)
-    t2d[head.d2t] = torch.arange(len(vocabulary), device=device)
     if options.warm_start:
         start_from_target(head, target)
-    optimiser = torch.optim.AdamW(head.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    steps_per_epoch = 0
-    for shard in shards:
-        with np.load(shard) as data:
-            steps_per_epoch += len(data["replies"]) // options.batch
-    steps = steps_per_epoch * options.epochs
+    trainer = Trainer(target, head, options, compiled)
+    steps = len(corpus.plan(options.batch_tokens, 0)) * options.epochs
     if steps == 0:
-        raise UsageError("the harvest is smaller than one batch", "harvest more, or lower --batch")
-    first = load_training(checkpoint, head, optimiser, asdict(options)) if checkpoint.exists() else 0
+        raise UsageError("the harvest holds nothing to learn from", "harvest more")
+    first = load_training(checkpoint, head, trainer.optimiser, asdict(options)) if checkpoint.exists() else 0
 
-    def rate(step: int) -> float:
-        warm = max(1, int(steps * options.warmup))
-        if step < warm:
-            return (step + 1) / warm
-        return 0.1 + 0.45 * (1 + float(np.cos(np.pi * (step - warm) / max(1, steps - warm))))
-
-    started = time.monotonic()
-    total = torch.zeros((), device=device)
-    correct = torch.zeros(options.depth, device=device)
-    tested = torch.zeros(options.depth, device=device)
-    since = 0
+    sums = _Sums(device, options.depth)
     step = 0
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
     for epoch in range(options.epochs):
-        for tokens, replies in batches(shards, options.batch, options.seed * 1009 + epoch, options.skip_loops):
+        for tokens, learn in corpus.batches(options.batch_tokens, options.seed * 1009 + epoch):
             step += 1
             if step <= first:
                 continue
-            share = rate(step - 1)
-            if options.max_seconds is not None:
-                # A run with a time limit anneals by the clock, so that it ends annealed.
-                share = min(share, 1 - 0.9 * (time.monotonic() - started) / options.max_seconds)
-            for group in optimiser.param_groups:
-                group["lr"] = options.learning_rate * max(share, 0.02)
-            ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-            with autocast:
-                loss, hits, trials = rollout_losses(
-                    head, target, ids, torch.from_numpy(replies).to(device), options, t2d
-                )
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(head.parameters(), options.clip)
-            optimiser.step()
-            total += loss.detach()
-            correct[: len(hits)] += hits
-            tested[: len(trials)] += trials
-            since += 1
-            out_of_time = options.max_seconds is not None and time.monotonic() - started > options.max_seconds
-            if step % report_every == 0 or step == steps or out_of_time:
-                accuracy = tuple((correct / tested.clamp(min=1)).tolist())
-                progress(TrainProgress(step, steps, float(total) / since, accuracy, time.monotonic() - started))
-                for sums in (total, correct, tested):
-                    sums.zero_()
-                since = 0
-            if step % save_every == 0 and step != steps:
-                save_training(checkpoint, head, optimiser, step, asdict(options))
-            if out_of_time:
+            # A run with a time limit anneals by the clock, so that it ends annealed.
+            elapsed = time.monotonic() - started
+            spent = elapsed / options.max_seconds if options.max_seconds else 0.0
+            rate = rate_at(step - 1, max(step / steps, spent), min(options.warmup, steps // 10))
+            sums.add(*trainer.step(tokens, learn, rate), tokens.numel())
+            if step % report_every == 0 or step == steps or spent >= 1:
+                progress(sums.report(step, steps, time.monotonic() - started))
+            if spent >= 1:
                 return head
+            if step % save_every == 0 and step != steps:
+                save_training(checkpoint, head, trainer.optimiser, step, asdict(options))
+                saved(head)
     return head
+
+
+class _Sums:
+    """What a report says, summed on the device: reading it there would make every step wait."""
+
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self.loss = torch.zeros((), device=device)
+        self.correct, self.tested = torch.zeros(depth, device=device), torch.zeros(depth, device=device)
+        self.steps = self.tokens = 0
+
+    def add(self, loss: Tensor, correct: Tensor, tested: Tensor, tokens: int) -> None:
+        self.loss += loss
+        self.correct[: len(correct)] += correct
+        self.tested[: len(tested)] += tested
+        self.steps += 1
+        self.tokens += tokens
+
+    def report(self, step: int, steps: int, seconds: float) -> TrainProgress:
+        accuracy = tuple((self.correct / self.tested.clamp(min=1)).tolist())
+        report = TrainProgress(step, steps, float(self.loss) / self.steps, accuracy, self.tokens, seconds)
+        for total in (self.loss, self.correct, self.tested):
+            total.zero_()
+        self.steps = 0
+        return report

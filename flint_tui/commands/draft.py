@@ -32,20 +32,26 @@ def harvest(
     model: Model = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 20_000_000,
     prompts: Annotated[
-        Path | None, typer.Option(help='JSONL of {"text": ...}: how user turns begin. Default: flint\'s own openers.')
+        Path | None,
+        typer.Option(
+            help='JSONL of {"text": ..., "complete": ...}: prompts, or (complete false) how user turns begin. '
+            "Default: prompts from flint's own themes."
+        ),
     ] = None,
-    length: Annotated[int, typer.Option(min=64, help="Tokens per conversation.")] = 768,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of the longest conversation.")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Conversations written at once.")] = 1024,
+    steps: Annotated[int, typer.Option(min=64, help="Tokens that each of them, and its successors, add.")] = 1024,
     greedy_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of conversations with greedy replies.")
-    ] = 0.5,
+    ] = 0.6,
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
     """Let the model write its own conversations: training data without a data set."""
-    from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens
+    from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, Words, from_prompts, from_themes
     from engine.drafting.harvest import harvest as run
-    from engine.drafting.prompts import OPENERS, load_prompts
+    from engine.drafting.prompts import load_prompts
+    from engine.drafting.themes import Themes
     from engine.errors import UsageError
 
     packed, tokenizer, template = _open(model)
@@ -53,60 +59,83 @@ def harvest(
     if not ends:
         raise UsageError("this model names no end-of-turn token")
     turns = TurnTokens.from_template(lambda messages, prompt: template.encode(messages, tokenizer, prompt), ends[0])
-    openers = [tokenizer.encode(prompt.text) for prompt in load_prompts(prompts, OPENERS)]
-    options = HarvestOptions(tokens=tokens, length=length, batch=batch, greedy_share=greedy_share, seed=seed)
-    harvester = Harvester(_target(packed, device), turns, openers, options)
+    options = HarvestOptions(
+        tokens=tokens, length=length, batch=batch, steps=steps, greedy_share=greedy_share, seed=seed
+    )
+    harvester = Harvester(_target(packed, device), turns, options)
+    words = Words(tokenizer.encode, tokenizer.decode)
+    if prompts is None:
+        openings = from_themes(harvester, Themes(), words, out)
+    else:
+        openings = from_prompts(load_prompts(prompts), words)
+    held_out = {tuple(tokenizer.encode(prompt.text)) for prompt in load_prompts(None)}
     with _progress("harvest") as report:
-        written = run(harvester, out, report)
+        written = run(harvester, out, openings, held_out, report)
     typer.echo(f"{written:,} tokens in {out}")
 
 
 @draft.command()
 def train(
-    data: Annotated[Path, typer.Option(help="Folder of a harvest.")],
+    data: Annotated[list[Path], typer.Option(help="Folder of a harvest; may be given several times.")],
     out: Annotated[Path, typer.Option(help="The drafter file to write.")],
     model: Model = None,
     draft_vocab: Annotated[int, typer.Option(min=2, help="Most frequent tokens that the head covers.")] = 8192,
-    depth: Annotated[int, typer.Option(min=1, max=8, help="Draft positions unrolled in training.")] = 5,
+    intermediate: Annotated[
+        int | None, typer.Option(min=32, help="Width of the head's MLP. Default: the model's own.")
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, max=8, help="Draft positions unrolled in training.")] = 4,
     learning_rate: float = 1e-3,
-    batch: Annotated[int, typer.Option(min=1)] = 32,
+    batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens a step.")] = 8192,
     epochs: Annotated[int, typer.Option(min=1)] = 1,
-    hard_labels: Annotated[
-        bool, typer.Option(help="Train on the target's argmax instead of its distribution.")
+    label_temperature: Annotated[
+        float, typer.Option(min=0, help="Sharpens the target's distribution; 0: train on its argmax.")
+    ] = 1.0,
+    reached_only: Annotated[
+        bool, typer.Option(help="Learn a draft position only where the drafts before it were right.")
     ] = False,
     warm_start: Annotated[bool, typer.Option(help="Start from the target's last layer.")] = True,
     skip_loops: Annotated[bool, typer.Option(help="Learn nothing from text that repeats itself.")] = True,
-    max_seconds: Annotated[float | None, typer.Option(min=1, help="Stop (annealed) after this long.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Stop after this long; the learning rate falls by then.")
+    ] = None,
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
     """Train an EAGLE-3 style head by training-time test. Checkpoints beside OUT; run again to resume."""
     from engine.drafting.checkpoint import save_drafter, target_fingerprint
-    from engine.drafting.train import TrainOptions, TrainProgress, read_shards
+    from engine.drafting.corpus import read_shards
+    from engine.drafting.train import TrainOptions, TrainProgress
     from engine.drafting.train import train as run
 
     packed, _, _ = _open(model)
     options = TrainOptions(
         draft_vocab=draft_vocab,
+        intermediate_size=intermediate,
         depth=depth,
         learning_rate=learning_rate,
-        batch=batch,
+        batch_tokens=batch_tokens,
         epochs=epochs,
-        hard_labels=hard_labels,
+        label_temperature=label_temperature,
+        reached_only=reached_only,
         warm_start=warm_start,
         skip_loops=skip_loops,
-        max_seconds=max_seconds,
+        max_seconds=None if minutes is None else 60 * minutes,
         seed=seed,
     )
 
     def report(now: TrainProgress) -> None:
         rates = " ".join(f"{rate:.3f}" for rate in now.accuracy)
-        line = f"step {now.step}/{now.steps}  loss {now.loss:.4f}  accuracy {rates}  {now.seconds:.0f} s"
-        typer.echo(line, err=True)
+        line = f"step {now.step}/{now.steps}  loss {now.loss:.4f}  accuracy {rates}  length {now.length:.3f}"
+        typer.echo(f"{line}  {now.tokens:,} tokens  {now.seconds:.0f} s", err=True)
 
+    def save(head) -> None:
+        save_drafter(out, head, fingerprint)
+
+    fingerprint = target_fingerprint(packed)
     checkpoint = out.with_suffix(".training")
-    head = run(_target(packed, device), read_shards(data), options, checkpoint, report)
-    save_drafter(out, head, target_fingerprint(packed))
+    target = _target(packed, device)
+    compiled = target.device.type == "cuda"
+    save(run(target, read_shards(*data), options, checkpoint, report, compiled=compiled, saved=save))
     checkpoint.unlink(missing_ok=True)
     typer.echo(str(out))
 
@@ -237,7 +266,8 @@ def _target(packed, device: str | None):
     if device == "cuda" and not torch.cuda.is_available():
         raise BackendError("--device cuda: torch finds no GPU here", "`flint doctor` says why.")
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return BatchedTarget(packed, name, torch.bfloat16 if name.startswith("cuda") else torch.float32)
+    on_gpu = name.startswith("cuda")
+    return BatchedTarget(packed, name, torch.bfloat16 if on_gpu else torch.float32, compiled=on_gpu)
 
 
 def _progress(label: str):

@@ -12,10 +12,11 @@ import torch
 from engine.backends.torch_reference import TorchReference
 from engine.drafting.batched_target import BatchedTarget, StaticCache
 from engine.drafting.checkpoint import load_drafter, save_drafter, target_fingerprint
+from engine.drafting.corpus import Corpus, looping, read_shards
 from engine.drafting.eagle import EagleDrafter
 from engine.drafting.evaluate import summarise, true_context
-from engine.drafting.harvest import Harvester, HarvestOptions, TurnTokens, harvest
-from engine.drafting.train import TrainOptions, batches, draft_vocabulary, looping, read_shards, train
+from engine.drafting.harvest import Conversations, Harvester, HarvestOptions, OpeningTokens, TurnTokens, harvest
+from engine.drafting.train import TrainOptions, train
 from engine.errors import DrafterError, UsageError
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
@@ -47,14 +48,30 @@ def target(model) -> BatchedTarget:
     return BatchedTarget(model)
 
 
+OPTIONS = HarvestOptions(
+    tokens=32 * 80, length=40, steps=80, batch=32, longest_user_turn=6, longest_reply=24, greedy_share=1.0, seed=3
+)
+
+
+def openings(count, rng):
+    return [OpeningTokens([70, int(rng.integers(80, 200))], bool(rng.random() < 0.7)) for _ in range(count)]
+
+
 @pytest.fixture(scope="module")
 def shards(target, tmp_path_factory):
-    options = HarvestOptions(
-        tokens=32 * 40 * 2, length=40, batch=32, top_k=8, longest_user_turn=6, greedy_share=1.0, seed=3
-    )
     directory = tmp_path_factory.mktemp("harvest")
-    harvest(Harvester(target, TURNS, [[70], [71, 72]], options), directory)
+    harvest(Harvester(target, TURNS, OPTIONS), directory, openings)
     return read_shards(directory)
+
+
+def rows_of(shard, length=40) -> tuple[np.ndarray, np.ndarray]:
+    """The whole conversations of a shard, padded: tokens uint32 and replies bool [n, length]."""
+    written = Conversations.load(shard)
+    spans = list(zip(written.starts[:-1], written.starts[1:], strict=True))
+    tokens, replies = np.zeros((len(spans), length), np.uint32), np.zeros((len(spans), length), bool)
+    for row, (begin, end) in enumerate(spans):
+        tokens[row, : end - begin], replies[row, : end - begin] = written.tokens[begin:end], written.replies[begin:end]
+    return tokens, replies
 
 
 @pytest.mark.parametrize("family", ["granite", "llama", "mistral", "qwen3"])
@@ -67,7 +84,7 @@ def test_the_batched_target_is_the_reference(family, tmp_path):
         logits = batched.logits(hidden).numpy()
         cache = StaticCache(packed.config, 3, 9, batched.device, batched.dtype)
         stepped = [
-            batched.logits(batched.decode(torch.from_numpy(ids[:, t]), torch.tensor([t]), cache)).numpy()
+            batched.logits(batched.decode(torch.from_numpy(ids[:, t]), torch.full((3,), t), cache)).numpy()
             for t in range(9)
         ]
     np.testing.assert_allclose(np.stack(stepped, 1), logits, atol=2e-5 * np.abs(logits).max())
@@ -79,35 +96,97 @@ def test_the_batched_target_is_the_reference(family, tmp_path):
             np.testing.assert_allclose(feature[row].numpy(), out.features[layer], atol=1e-4)
 
 
-def test_harvest_follows_the_template_and_the_target(target, shards):
-    with np.load(shards[0]) as data:
-        tokens, replies = data["tokens"].astype(np.int64), data["replies"]
-    assert tokens.shape == replies.shape == (32, 40)
-    assert (tokens[:, :3] == TURNS.start).all()
-    assert set(tokens[:, 3]) <= {70, 71}
-    assert replies.any(1).all()
-    for row, mask in zip(tokens, replies, strict=True):
-        first = int(np.flatnonzero(mask)[0])
-        assert tuple(row[first - 3 : first]) == TURNS.user_to_reply
-        assert row[first - 4] == TURNS.end_of_turn
+def test_rows_at_positions_of_their_own(model):
+    """A row that begins anew in a used cache sees nothing of what stood there."""
+    batched = BatchedTarget(model)
+    ids = torch.from_numpy(np.random.default_rng(1).integers(3, model.config.vocab_size, (2, 7)))
+    cache = StaticCache(model.config, 2, 9, batched.device, batched.dtype)
     with torch.inference_mode():
-        hidden, _ = target.forward(torch.from_numpy(tokens))
+        want = batched.logits(batched.forward(ids)[0])
+        for t in range(7):  # the second row starts over after three tokens
+            fed = torch.stack((ids[0, t], ids[1, t if t < 3 else t - 3]))
+            out = batched.decode(fed, torch.tensor([t, t if t < 3 else t - 3]), cache)
+            got = batched.logits(out)
+            scale = float(want.abs().max())
+            torch.testing.assert_close(got[0], want[0, t], atol=2e-5 * scale, rtol=0)
+            torch.testing.assert_close(got[1], want[1, t if t < 3 else t - 3], atol=2e-5 * scale, rtol=0)
+
+
+def test_harvest_follows_the_template_and_the_target(target, shards):
+    written = Conversations.load(shards[0])
+    assert len(written.tokens) == len(written.replies) == 32 * 80
+    assert written.starts[0] == 0
+    assert written.starts[-1] == 32 * 80
+    lengths = np.diff(written.starts)
+    assert lengths.max() <= 40
+    assert len(lengths) > 64
+    complete = 0
+    for begin, end in zip(written.starts[:-1], written.starts[1:], strict=True):
+        text, mask = written.tokens[begin:end].tolist(), written.replies[begin:end]
+        assert tuple(text[:3]) == TURNS.start[: len(text)]
+        assert text[3:4] in ([], [70])
+        if not mask.any():
+            continue  # cut where the batch ends
+        first = int(np.flatnonzero(mask)[0])
+        assert tuple(text[first - 3 : first]) == TURNS.user_to_reply
+        assert text[first - 4] == TURNS.end_of_turn
+        complete += first == 3 + 2 + 1 + 3
+        assert mask.sum() <= 2 * 24
+    assert complete > 20
+    tokens, replies = rows_of(shards[0])
+    with torch.inference_mode():
+        hidden, _ = target.forward(torch.from_numpy(tokens.astype(np.int64)))
         best = target.logits(hidden).argmax(-1).numpy()
-    greedy = replies[:, 1:]
-    assert (best[:, :-1] == tokens[:, 1:])[greedy].mean() > 0.99  # greedy_share = 1; batched rounding may flip a tie
+    agrees = (best[:, :-1] == tokens[:, 1:])[replies[:, 1:]]
+    assert agrees.size > 500
+    assert agrees.mean() > 0.99
+
+
+def test_sampling_stays_within_min_p_and_follows_the_temperature(target):
+    harvester = Harvester(target, TURNS, replace(OPTIONS, min_p=0.1))
+    logits = torch.tensor([0.0, -1.0, -2.0, -3.0]).repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = harvester._choose(logits, torch.full((4000,), 0.8), generator)
+    weights = torch.tensor([0.0, -1.0, -2.0, -3.0]).div(0.8).exp()
+    weights[weights < 0.1] = 0  # keeps 1, 0.29; exp(-2.5) = 0.08 falls out
+    share = torch.bincount(drawn, minlength=4) / 4000
+    torch.testing.assert_close(share, weights / weights.sum(), atol=0.03, rtol=0)
+    assert not harvester._choose(logits, torch.zeros(4000), generator).any()
 
 
 def test_harvest_resumes_and_repeats_itself(target, shards, tmp_path):
-    options = HarvestOptions(
-        tokens=32 * 40 * 2, length=40, batch=32, top_k=8, longest_user_turn=6, greedy_share=1.0, seed=3
-    )
-    harvester = Harvester(target, TURNS, [[70], [71, 72]], options)
-    harvest(harvester, tmp_path)
-    (tmp_path / "shard-00001.npz").unlink()
-    harvest(harvester, tmp_path)
-    for old, new in zip(shards, read_shards(tmp_path), strict=True):
-        with np.load(old) as a, np.load(new) as b:
-            assert (a["tokens"] == b["tokens"]).all()
+    harvester = Harvester(target, TURNS, OPTIONS)
+    harvest(harvester, tmp_path, openings)
+    again = read_shards(tmp_path)
+    assert len(again) == len(shards) == 1
+    assert (Conversations.load(again[0]).tokens == Conversations.load(shards[0]).tokens).all()
+    again[0].write_bytes(b"kept as it is")
+    harvest(harvester, tmp_path, openings)
+    assert again[0].read_bytes() == b"kept as it is"
+
+
+def test_a_reply_that_only_repeats_itself_ends(target):
+    """A target that always says the same token: its replies end after the tokens that tell a loop."""
+
+    class Monotone(BatchedTarget):
+        def logits(self, hidden):
+            return torch.nn.functional.one_hot(torch.full(hidden.shape[:-1], 99), self.config.vocab_size).float()
+
+    options = replace(OPTIONS, length=100, steps=100, batch=2, longest_reply=90)
+    stuck = Monotone.__new__(Monotone)
+    stuck.__dict__ = target.__dict__
+    written = Harvester(stuck, TURNS, options).converse([OpeningTokens([70], True)] * 4, 0)
+    spoken = [int(written.replies[a:b].sum()) for a, b in zip(written.starts[:-1], written.starts[1:], strict=True)]
+    assert spoken[0] == 33  # one token, and 32 that repeat it
+
+
+def test_questions_of_an_evaluation_are_not_learned_from(target):
+    harvester = Harvester(target, TURNS, OPTIONS)
+    written = harvester.converse([OpeningTokens([70, 71], True), OpeningTokens([70, 72], True)], 0)
+    written.unlearn(TURNS, {(70, 72)})
+    for begin, end in zip(written.starts[:-1], written.starts[1:], strict=True):
+        if end - begin > 12:
+            assert written.replies[begin:end].any() == (written.tokens[begin + 4] == 71)
 
 
 def test_templates_are_cut_into_turns():
@@ -124,13 +203,12 @@ def test_templates_are_cut_into_turns():
 
 
 def test_training_learns_and_the_drafter_file_keeps_it(model, target, shards, tmp_path):
-    options = TrainOptions(draft_vocab=256, depth=3, batch=8, epochs=6, learning_rate=4e-3)
+    options = TrainOptions(draft_vocab=256, depth=3, batch_tokens=512, epochs=8, learning_rate=4e-3, warmup=5)
     reports = []
     head = train(target, shards, options, tmp_path / "t", reports.append, report_every=8)
     assert reports[-1].loss < reports[0].loss
     assert reports[-1].accuracy[0] > 2 * reports[0].accuracy[0]
-    with np.load(shards[0]) as data:
-        tokens, replies = data["tokens"][:16], data["replies"][:16]
+    tokens, replies = (rows[:24] for rows in rows_of(shards[0]))
     trained = summarise(true_context(head, target, tokens, replies, 3))
     blank = summarise(
         true_context(
@@ -150,11 +228,12 @@ def test_true_context_and_live_agree(model, target, shards):
     head = train(
         target,
         shards,
-        TrainOptions(draft_vocab=256, depth=3, batch=8, epochs=4, learning_rate=3e-3),
+        TrainOptions(draft_vocab=256, depth=3, batch_tokens=512, epochs=4, learning_rate=3e-3),
         shards[0].parent / "none",
     )
-    with np.load(shards[0]) as data:
-        tokens, replies = data["tokens"][0], data["replies"][0]
+    rows, masks = rows_of(shards[0])
+    longest = int(masks.sum(1).argmax())
+    tokens, replies = rows[longest], masks[longest]
     first = int(np.flatnonzero(replies)[0])
     end = first + int(np.argmin(replies[first:])) if not replies[first:].all() else len(tokens)
     mask = np.zeros_like(replies)
@@ -178,7 +257,7 @@ def test_true_context_and_live_agree(model, target, shards):
 
 
 def test_training_resumes_where_it_stopped(target, shards, tmp_path):
-    options = TrainOptions(draft_vocab=128, depth=2, batch=8, epochs=1)
+    options = TrainOptions(draft_vocab=128, depth=2, batch_tokens=256, epochs=1)
     whole = train(target, shards, options, tmp_path / "a")
 
     class Stopped(Exception):
@@ -198,31 +277,55 @@ def test_training_resumes_where_it_stopped(target, shards, tmp_path):
 
 
 def test_the_draft_vocabulary_is_what_replies_use(shards):
-    counts = np.zeros(320, np.int64)
-    for shard in shards:
-        with np.load(shard) as data:
-            counts += np.bincount(data["tokens"][data["replies"]], minlength=320)
-    chosen = draft_vocabulary(shards, 10, 320)
+    written = Conversations.load(shards[0])
+    counts = np.bincount(written.tokens[written.replies], minlength=320)
+    chosen = Corpus(shards, torch.device("cpu")).frequent_tokens(10, 320)
     assert (np.diff(chosen) > 0).all()
     assert counts[chosen].min() >= np.delete(counts, chosen).max()
 
 
-def test_what_loops_is_found_and_left_out(tmp_path):
+def test_what_loops_is_found_and_copies_are_not():
     rng = np.random.default_rng(0)
     plain = rng.integers(0, 1000, 60)
     loop = np.concatenate([plain[:20], np.tile(plain[20:25], 8)])  # 5 tokens, eight times
-    tokens = np.stack([plain, loop]).astype(np.uint32)
-    found = looping(tokens, window=16)
-    assert not found[0].any()
-    assert np.flatnonzero(found[1]).tolist() == [*range(20 + 16 + 5 - 1, 60)]  # from the first window seen 5 tokens ago
-    assert not looping(tokens[:, :16], window=16).any()
-    np.savez(tmp_path / "shard-00000.npz", tokens=tokens, replies=np.ones(tokens.shape, bool))
-    ((_, kept),) = batches(read_shards(tmp_path), 2, seed=0, skip_loops=True)
-    assert sorted(kept.sum(1).tolist()) == [40, 60]
+    copy = np.concatenate([plain[:30], plain[:30]])  # of the user's words
+    tokens = torch.from_numpy(np.concatenate([plain, loop, copy]))
+    conversations = torch.arange(3).repeat_interleave(60)
+    replies = torch.ones(180, dtype=torch.bool)
+    replies[120:150] = False
+    found = looping(tokens, replies, conversations, window=16)
+    # From the first window seen 5 tokens ago; conversation 0's words in conversations 1 and 2 do not count.
+    assert np.flatnonzero(found).tolist() == [*range(60 + 20 + 16 + 5 - 1, 120)]
+    assert not looping(tokens[:12], replies[:12], conversations[:12], window=16).any()
+
+
+def test_batches_hold_every_conversation_once_and_pad_at_the_end(tmp_path):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 200, 50)
+    starts = np.append(0, np.cumsum(lengths))
+    tokens = (np.repeat(np.arange(50), lengths) + 1).astype(np.uint32)
+    replies = np.ones(len(tokens), bool)
+    replies[starts[3] : starts[4]] = False  # nothing to learn from it
+    Conversations(tokens, replies, starts).save(tmp_path / "shard-00000.npz")
+    corpus = Corpus(read_shards(tmp_path), torch.device("cpu"), skip_loops=False)
+    seen = []
+    for ids, learn in corpus.batches(512, seed=1):
+        assert ids.shape == learn.shape
+        assert ids.shape[1] % 64 == 0
+        assert ids.numel() <= 512
+        for row, mask in zip(ids, learn, strict=True):
+            count = int(mask.sum())
+            assert mask[:count].all()
+            assert not row[count:].any()
+            assert count == lengths[int(row[0]) - 1]
+            assert (row[:count] == row[0]).all()
+            seen.append(int(row[0]) - 1)
+    assert sorted(seen) == [i for i in range(50) if i != 3]
+    assert corpus.plan(512, 1)[0][0].tolist() != corpus.plan(512, 2)[0][0].tolist()
 
 
 def test_a_drafter_of_another_model_is_refused(model, target, shards, tmp_path):
-    head = train(target, shards, TrainOptions(draft_vocab=64, depth=1, batch=8, max_seconds=1e-6), tmp_path / "t")
+    head = train(target, shards, TrainOptions(draft_vocab=64, depth=1, max_seconds=1e-6), tmp_path / "t")
     path = tmp_path / "drafter.safetensors"
     save_drafter(path, head, target_fingerprint(model))
     other = PackedModel.open(write_random_packed(tmp_path / "m", small_config("mistral", num_layers=4), seed=9))
@@ -234,7 +337,7 @@ def test_a_drafter_of_another_model_is_refused(model, target, shards, tmp_path):
 
 
 def test_corrupt_drafters_give_one_line(model, target, shards, tmp_path):
-    head = train(target, shards, TrainOptions(draft_vocab=64, depth=1, batch=8, max_seconds=1e-6), tmp_path / "t")
+    head = train(target, shards, TrainOptions(draft_vocab=64, depth=1, max_seconds=1e-6), tmp_path / "t")
     good = tmp_path / "drafter.safetensors"
     save_drafter(good, head, target_fingerprint(model))
     data = good.read_bytes()
