@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.backends.torch_reference import rms_norm, rotate
 from engine.config import ModelConfig
+from engine.drafting import compiling
 from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize
 
@@ -83,9 +84,10 @@ class BatchedTarget:
         self.head = self.weights.get("head", self.weights["embed"])
         self._inverse = torch.from_numpy(self.config.rope_inverse_frequencies()).to(self.device)
         self._stack = [self._layer(f"layers.{i}.") for i in range(self.config.num_layers)]
-        self._before, self._after, self._attend = before_attention, after_attention, attend_cached
-        if compiled:
-            self._before, self._after, self._attend = map(torch.compile, (self._before, self._after, self._attend))
+        self.compiled = compiled
+        self._before, self._after, self._attend = (
+            compiling.compiled(f, compiled) for f in (before_attention, after_attention, attend_cached)
+        )
 
     def _layer(self, prefix: str) -> Layer:
         weights = self.weights

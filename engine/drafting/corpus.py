@@ -83,14 +83,20 @@ class Corpus:
 
     def plan(self, budget: int, seed: int) -> list[tuple[np.ndarray, int]]:
         """One epoch: batches of conversations (their numbers, int64) and the length to pad them to; each batch holds
-        about `budget` tokens, padding included."""
+        about `budget` tokens, padding included. What does not fill a batch is padded to the next length; of the
+        longest, what does not fill one is left out, unless there is nothing else."""
         rng = np.random.default_rng(seed)
         padded = -(-self._lengths // ROUNDED_TO) * ROUNDED_TO
         planned: list[tuple[np.ndarray, int]] = []
-        for length in np.unique(padded):
-            members = rng.permutation(np.flatnonzero(padded == length))
-            rows = max(1, budget // int(length))
-            planned += [(members[at : at + rows], int(length)) for at in range(0, len(members), rows)]
+        left, length = np.zeros(0, np.int64), 0
+        for length in map(int, np.unique(padded)):
+            members = np.concatenate((left, rng.permutation(np.flatnonzero(padded == length))))
+            rows = max(1, budget // length)
+            full = len(members) - len(members) % rows
+            planned += [(members[at : at + rows], length) for at in range(0, full, rows)]
+            left = members[full:]
+        if not planned and len(left):
+            planned.append((left, length))
         return [planned[i] for i in rng.permutation(len(planned))]
 
     def batches(self, budget: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:

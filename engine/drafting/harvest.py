@@ -10,6 +10,7 @@ loops has learned nothing else.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from engine.drafting.prompts import Prompt
 from engine.drafting.themes import Themes
 from engine.errors import UsageError
 
+CANDIDATES = 64  # the likeliest tokens, of which one is drawn
 LAGS = 64  # tokens: a loop of at most this period is noticed while it is written
 LOOPED = 32  # tokens that repeat what stood one period earlier: then a reply ends
 PASSAGE_TOKENS = range(25, 120)
@@ -155,11 +157,11 @@ class Harvester:
         return self._graph[1]
 
     @torch.inference_mode()
-    def converse(self, openings: Sequence[OpeningTokens], seed: int) -> Conversations:
-        """`batch` rows of `steps` tokens. Openings are taken in order, and again from the first when they run out.
-        The last conversation of each row is cut where the batch ends."""
+    def converse(self, openings: Sequence[OpeningTokens], seed: int, steps: int | None = None) -> Conversations:
+        """`batch` rows of `steps` tokens (the options' if None). Openings are taken in order, and again from the first
+        when they run out. The last conversation of each row is cut where the batch ends."""
         options, turns, device = self.options, self.turns, self.target.device
-        batch = options.batch
+        batch, steps = options.batch, steps or options.steps
         generator = torch.Generator(device).manual_seed(seed)
         rng = np.random.default_rng(seed)
         table, lengths, asks = self._scripts(openings)
@@ -179,10 +181,10 @@ class Harvester:
         recent = torch.full((batch, LAGS), -1, device=device)
         repeated = torch.zeros_like(recent)
         lags = torch.arange(LAGS, device=device)
-        tokens = torch.zeros(options.steps, batch, dtype=torch.int32, device=device)
-        replies = torch.zeros(options.steps, batch, dtype=torch.bool, device=device)
+        tokens = torch.zeros(steps, batch, dtype=torch.int32, device=device)
+        replies = torch.zeros(steps, batch, dtype=torch.bool, device=device)
         begins = torch.zeros_like(replies)
-        for step in range(options.steps):
+        for step in range(steps):
             in_script = at < lengths[script]
             user = asks[script]
             token = torch.where(in_script, table[script, at.clamp(max=table.shape[1] - 1)], sampled)
@@ -235,16 +237,14 @@ class Harvester:
 
     def _choose(self, logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
         """Next tokens int64 [batch]: the largest logit where the temperature [batch] is 0, else a draw."""
-        noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-        noise.exponential_(generator=generator)
-        return self._draw(logits, temperature[:, None], noise)
-
-    def _draw(self, logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-        """The Gumbel-max trick over what min-p leaves: noise is exponential [batch, vocab]."""
-        gap = logits.float() - logits.amax(-1, keepdim=True).float()
-        scaled = gap / temperature.clamp(min=1e-4)
-        drawn = torch.where(scaled >= float(np.log(self.options.min_p)), scaled - noise.log(), -torch.inf)
-        return torch.where(temperature > 0, drawn, gap).argmax(-1)
+        values, ids = logits.topk(min(CANDIDATES, logits.shape[-1]), dim=-1)
+        noise = torch.empty(values.shape, device=logits.device).exponential_(generator=generator)
+        # The Gumbel-max trick over what min-p leaves.
+        gap = values.float() - values[:, :1].float()
+        scaled = gap / temperature.clamp(min=1e-4)[:, None]
+        drawn = torch.where(scaled >= math.log(self.options.min_p), scaled - noise.log(), -torch.inf)
+        choice = torch.where(temperature > 0, drawn.argmax(-1), 0)
+        return ids.gather(1, choice[:, None])[:, 0]
 
 
 def _end_to_end(tokens: Tensor, replies: Tensor, begins: Tensor) -> Conversations:
@@ -266,8 +266,9 @@ def write_passages(harvester: Harvester, themes: Themes, words: Words, seed: int
     """Short texts by the target, one batch of them: whole sentences, no lists or code."""
     options = harvester.options
     rng = np.random.default_rng((seed, 1))
-    requests = themes.passage_requests(options.batch * (1 + options.steps // 128), rng)
-    written = harvester.converse([OpeningTokens(words.encode(r.text), True) for r in requests], seed)
+    steps = min(options.steps, 3 * PASSAGE_TOKENS.stop)
+    requests = themes.passage_requests(options.batch * (1 + steps // 100), rng)
+    written = harvester.converse([OpeningTokens(words.encode(r.text), True) for r in requests], seed, steps)
     passages: set[str] = set()
     for begin, end in zip(written.starts[:-1], written.starts[1:], strict=True):
         reply = written.tokens[begin:end][written.replies[begin:end]]

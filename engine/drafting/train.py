@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.drafting.batched_target import BatchedTarget
+from engine.drafting.compiling import compiled
 from engine.drafting.corpus import Corpus
 from engine.drafting.eagle_head import EagleConfig, EagleHead, default_feature_layers, shifted
 from engine.errors import UsageError
@@ -116,7 +117,7 @@ def start_from_target(head: EagleHead, target: BatchedTarget) -> None:
 class Trainer:
     """A head, its optimiser and the loss of a batch."""
 
-    def __init__(self, target: BatchedTarget, head: EagleHead, options: TrainOptions, compiled: bool = False) -> None:
+    def __init__(self, target: BatchedTarget, head: EagleHead, options: TrainOptions) -> None:
         self.target, self.head, self.options = target, head, options
         self.t2d = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=target.device)
         self.t2d[head.d2t] = torch.arange(len(head.d2t), device=target.device)
@@ -125,9 +126,9 @@ class Trainer:
             head.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu
         )
         self._autocast = torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=on_gpu)
-        self._block, self._labels, self._score = head.block, self._label, self._scored
-        if compiled:
-            self._block, self._labels, self._score = map(torch.compile, (self._block, self._labels, self._score))
+        self._block, self._labels, self._score = (
+            compiled(f, target.compiled) for f in (head.block, self._label, self._scored)
+        )
 
     def _label(self, logits: Tensor, d2t: Tensor, t2d: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits [B, T, vocab] -> its choices as draft ids int64 [B, T] (-1: not in the draft
@@ -197,7 +198,6 @@ def train(
     progress: Callable[[TrainProgress], None] = lambda report: None,
     report_every: int = 50,
     save_every: int = 2000,
-    compiled: bool = False,
     saved: Callable[[EagleHead], None] = lambda head: None,
 ) -> EagleHead:
     """Train a head; resumes from `checkpoint` (a safetensors file of parameters and optimiser state) if it is there.
@@ -216,7 +216,7 @@ def train(
     head.d2t.copy_(torch.from_numpy(vocabulary))
     if options.warm_start:
         start_from_target(head, target)
-    trainer = Trainer(target, head, options, compiled)
+    trainer = Trainer(target, head, options)
     steps = len(corpus.plan(options.batch_tokens, 0)) * options.epochs
     if steps == 0:
         raise UsageError("the harvest holds nothing to learn from", "harvest more")

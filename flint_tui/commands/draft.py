@@ -133,9 +133,7 @@ def train(
 
     fingerprint = target_fingerprint(packed)
     checkpoint = out.with_suffix(".training")
-    target = _target(packed, device)
-    compiled = target.device.type == "cuda"
-    save(run(target, read_shards(*data), options, checkpoint, report, compiled=compiled, saved=save))
+    save(run(_target(packed, device), read_shards(*data), options, checkpoint, report, saved=save))
     checkpoint.unlink(missing_ok=True)
     typer.echo(str(out))
 
