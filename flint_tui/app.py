@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.sampling import Sampling
     from flint_tui.options import ChatOptions
 
-SWITCH_INTERVAL_S = 1e-4
+SWITCH_INTERVAL_S = 1e-5
 LEAST = Size(16, 4)  # a smaller terminal shows a part of this: Textual cannot wrap text where padding leaves no cell
 QUIT_WINDOW_S = 2.0  # a second Ctrl+C within it quits
 

@@ -14,7 +14,9 @@ from engine.events import Finished, Note, Prefilled, PrefillProgress, Tokens
 from flint_tui.actions import ACTIONS
 from flint_tui.decode_thread import JobDone, Loaded, LoadFailed, Loading, ReplyEvent
 from flint_tui.live import EngineFacts, merge
+from flint_tui.painting import PatchCompositor
 from flint_tui.session import Session, footer_of
+from flint_tui.text import markdown
 from flint_tui.text.document import Document
 from flint_tui.text.safety import printable
 from flint_tui.widgets.composer import Composer
@@ -35,7 +37,7 @@ TICK_S = 1 / 30
 DRAIN_S = 1 / 15  # between two updates of the screen
 # Of a core's time, what may go into the screen while a reply runs. Painting holds the interpreter's lock: a decoder of
 # 2,000 tok/s kept 0.94 of its rate with 1/10, 0.96 with 1/20 (tests/flint_tui/measure_app.py).
-SCREEN_SHARE = 1 / 20
+SCREEN_SHARE = 1 / 15
 SLOWEST_S = 1 / 4  # but the screen is brought up to date this often on the slowest machine
 PANELS_S = 1 / 5
 
@@ -49,6 +51,7 @@ class ChatView(Screen[None]):
 
     def __init__(self, session: Session) -> None:
         super().__init__()
+        self._compositor = PatchCompositor()
         self.session = session
         self.facts: EngineFacts | None = None
         self.engine_state = ""
@@ -210,6 +213,7 @@ class ChatView(Screen[None]):
         self.facts = facts
         self.engine_state = ""
         self.session.model = facts.model
+        markdown.parser()  # importing it takes 40 ms, which the first reply is spared
         self.app.settle()
         if self.session.options.mode == "speculative" and facts.verify_width < 2:
             self.session.options = replace(self.session.options, mode="single")

@@ -28,5 +28,6 @@ class Sidebar(Vertical):
 
     def show_figures(self, facts: EngineFacts, figures: Figures, last: dict[Mode, Figures]) -> None:
         self.set_class(facts.gpu, "-gpu")
-        for panel in self.query_children(Panel):
+        for panel in self.children:
+            assert isinstance(panel, Panel)
             panel.show(facts, figures, last)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate, pairwise
+from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.cells import cell_len
@@ -18,6 +19,7 @@ from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
 from textual.message import Message as TextualMessage
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -62,6 +64,7 @@ class Transcript(ScrollView, can_focus=True):
         self._tops: list[int] = [0]  # first line of each entry, and the total
         self._styles: dict[tuple[str, ...], Style] = {}
         self._resize_pending = False
+        self._measuring = False  # the text has grown, the view may follow
 
     # -- content
 
@@ -97,7 +100,7 @@ class Transcript(ScrollView, can_focus=True):
             return  # scrolled: everything is painted anyway
         first = max(0, self._tops[index] + entry.first_changed - view)
         if first < self.size.height:
-            self.refresh(Region(0, first, self.size.width, self.size.height - first))
+            self._refresh_lines(first)
 
     def retint(self, tint: bool) -> None:
         for entry in self.entries:
@@ -128,6 +131,7 @@ class Transcript(ScrollView, can_focus=True):
 
     def _measure(self, first: int) -> None:
         """Heights from entry `first` on; then keep the end in view if it was."""
+        self._measuring = True
         width = self.text_width
         del self._tops[first + 1 :]
         heights = (entry.height(width) for entry in self.entries[first:])
@@ -141,18 +145,37 @@ class Transcript(ScrollView, can_focus=True):
             # force: whether there is a scrollbar is known only after the next layout
             self.scroll_end(animate=False, immediate=True, force=True)
             self.following = True
+        self._measuring = False
+        self._tell_scrollbar()
 
     def _resize_contents(self, size: Size) -> None:
         """Set virtual_size. Textual lays the whole screen out again when it changes (17 ms), which is needed only when
         the scrollbar comes or goes: otherwise the scrollbar alone is told."""
         if self.show_vertical_scrollbar == (size.height > self.size.height) and size.width == self.virtual_size.width:
             self.set_reactive(Widget.virtual_size, size)  # type: ignore[arg-type]
-            self._scroll_update(size)
+            self.scroll_y = self.validate_scroll_y(self.scroll_y)
         else:
             self.virtual_size = size
 
+    def _refresh_lines(self, first: int = 0) -> None:
+        """Paint the text in view again, from one of its lines on; not the scrollbar."""
+        self.refresh(Region(0, first, self.scrollable_content_region.width, self.size.height - first))
+
+    def _tell_scrollbar(self) -> None:
+        """It is painted again only if its thumb moves by an eighth of a cell; a growing reply moves it seldom."""
+        if self.show_vertical_scrollbar:
+            bar = self.vertical_scrollbar
+            before = _thumb(bar)
+            bar.set_reactive(ScrollBar.window_virtual_size, self.virtual_size.height)
+            bar.set_reactive(ScrollBar.position, bar.validate_position(self.scroll_y))
+            if _thumb(bar) != before:
+                bar.refresh()
+
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        super().watch_scroll_y(old_value, new_value)
+        if not self._measuring:
+            self._tell_scrollbar()
+        if round(old_value) != round(new_value):
+            self._refresh_lines()
         # Text that grows never moves the view; only the reader lets go of the end, and only reaching it holds on again.
         if new_value >= self.max_scroll_y:
             self.following = True
@@ -199,7 +222,24 @@ class Transcript(ScrollView, can_focus=True):
             entry.strips.clear()
 
     def render_line(self, y: int) -> Strip:
-        y += self.scroll_offset.y
+        """A line of the view that knows which text it shows: what Textual asks for to select text with the mouse."""
+        return self._strip(y + self.scroll_offset.y).apply_offsets(0, y + self.scroll_offset.y)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Without Textual's way around a widget's lines: there is no border, padding or tint, filters are in the styles
+        already, and the strips that are kept keep their escape sequences."""
+        top = self.scroll_offset.y
+        left, right = crop.column_span
+        strips = []
+        for y in crop.line_range:
+            strip = self._strip(y + top)
+            if right > strip.cell_length:  # the scrollbar's room
+                strip = strip.extend_cell_length(right, self._style())
+            strips.append(strip if (left, right) == (0, strip.cell_length) else strip.crop(left, right))
+        return strips
+
+    def _strip(self, y: int) -> Strip:
+        """A line of the whole transcript."""
         width = self.size.width
         found = self.entry_at(y)
         if found is None:
@@ -219,7 +259,7 @@ class Transcript(ScrollView, can_focus=True):
                 if len(entry.strips) > 512:
                     entry.strips.clear()
                 entry.strips[index] = (state, strip)
-        return strip.apply_offsets(0, y)
+        return strip
 
     def _paint(
         self, entry: Entry, line: Line | None, y: int, width: int, pen: bool, selection: Selection | None
@@ -268,8 +308,13 @@ class Transcript(ScrollView, can_focus=True):
             visual = self.visual_style
             for role in roles:
                 visual += role_style(role, self.app.theme_variables, self.app.no_color)
-            style = self._styles[roles] = visual.rich_style
+            style = self._styles[roles] = self._filtered(Strip([Segment(" ", visual.rich_style)]))._segments[0].style
         return style
+
+    def _filtered(self, strip: Strip) -> Strip:
+        for line_filter in self.get_line_filters():
+            strip = strip.apply_filter(line_filter, self.visual_style.background)
+        return strip
 
     def _highlight(self, strip: Strip, span: tuple[int, int] | None, lead: int) -> Strip:
         """Show the selected part; offsets count characters."""
@@ -284,7 +329,7 @@ class Transcript(ScrollView, can_focus=True):
                 chosen = at >= start and (end == -1 or at < end)
                 segments.append(Segment(character, own + style if chosen and own else own))
                 at += 1
-        return Strip(segments).simplify()
+        return self._filtered(Strip(segments).simplify())
 
     # -- copying
 
@@ -322,3 +367,13 @@ class Transcript(ScrollView, can_focus=True):
         found = self.entry_at(event.y + self.scroll_offset.y)
         if found and found[0].message is not None and event.chain == 2:
             self.post_message(self.Selected(found[0]))
+
+
+def _thumb(bar: ScrollBar) -> tuple[int, int]:
+    """Where the thumb begins and ends, in eighths of a cell."""
+    size, hidden = bar.size.height, bar.window_virtual_size - bar.window_size
+    if hidden <= 0 or not size:
+        return (0, 0)
+    length = max(1.0, bar.window_size * size / bar.window_virtual_size)
+    start = int((size - length) * bar.position / hidden * 8)
+    return start, start + ceil(length * 8)

@@ -1,0 +1,139 @@
+"""What is sent to the terminal for a change must give the same picture as painting the whole screen."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+from textual.geometry import Region
+from textual.widgets import Input
+
+from flint_tui.app import FlintApp
+from flint_tui.painting import PatchCompositor, PatchUpdate, _around
+from tests.flint_tui.driving import idle, running, wait
+from tests.flint_tui.fake_engine import FakeEngine
+
+ANSWER = "Some *words*, 火打石で火をおこす, and `code`:\n\n```python\nfor i in range(3):\n    print(i)\n```\n\n" * 6
+
+
+class Terminal:
+    """The cells that a terminal shows after the updates it was sent."""
+
+    def __init__(self, app: FlintApp) -> None:
+        self.app = app
+        self.cells: list[list[str]] = []
+        self.partial = 0
+
+    def full(self) -> list[list[str]]:
+        return [cells(strip) for strip in self.app.screen._compositor.render_strips()]
+
+    def show(self, update: object) -> None:
+        if isinstance(update, PatchUpdate):
+            self.partial += 1
+            for x, y, strips in update.patches:
+                for row, strip in enumerate(strips, y):
+                    found = cells(strip)
+                    self.cells[row][x : x + len(found)] = found
+        elif update is not None:
+            self.cells = self.full()
+
+
+def cells(strip) -> list[str]:
+    """A character and its style for each cell; the second cell of a wide character is empty."""
+    found = []
+    for text, style, _ in strip:
+        look = str(style.without_color) + str(style.color) + str(style.bgcolor) if style else ""
+        for character in text:
+            found += [character + look] + [""] * (cell_len(character) - 1)
+    return found
+
+
+@pytest.fixture
+def terminals(monkeypatch) -> dict[FlintApp, Terminal]:
+    """The terminal of each app that paints."""
+    found: dict[FlintApp, Terminal] = {}
+    display = FlintApp._display
+
+    def show(app: FlintApp, screen, update) -> None:
+        found.setdefault(app, Terminal(app)).show(update)
+        display(app, screen, update)
+
+    monkeypatch.setattr(FlintApp, "_display", show)
+    return found
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 20)])
+@pytest.mark.parametrize("no_color", [False, True])
+async def test_patches_give_the_whole_picture(terminals, monkeypatch, size, no_color) -> None:
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    engine = FakeEngine(answers=[ANSWER], hold=True)
+    async with running(engine, size=size) as (app, pilot, _):
+        app.chat.composer.put("go")
+        await pilot.press("enter")
+        await wait(pilot, lambda: app.session.replying)
+        terminal = terminals[app]
+        for step in range(12):
+            engine.release(9)
+            if step == 4:
+                app.notify("a note in front of the text", timeout=60)
+            if step == 6:
+                await pilot.press("pageup")
+            if step == 8:
+                await pilot.press("ctrl+t")
+            await pilot.pause(0.1)
+            await wait(pilot, lambda: not app.screen._dirty_widgets and not app.screen._compositor._dirty_regions)
+            assert terminal.cells == terminal.full(), step
+        assert terminal.partial > 10
+        engine.release(1000)
+        await idle(pilot)
+
+
+async def test_a_dialog_in_front_is_not_painted_over(terminals) -> None:
+    engine = FakeEngine(answers=[ANSWER], hold=True)
+    async with running(engine) as (app, pilot, _):
+        app.chat.composer.put("go")
+        await pilot.press("enter")
+        await wait(pilot, lambda: app.session.replying)
+        await pilot.press("ctrl+p")
+        await wait(pilot, lambda: app.screen.query(Input))
+        for _ in range(4):
+            engine.release(9)
+            await pilot.pause(0.1)
+            await wait(pilot, lambda: not app.screen._dirty_widgets and not app.screen._compositor._dirty_regions)
+            assert terminals[app].cells == terminals[app].full()
+        engine.release(1000)
+        await pilot.press("escape")
+        await idle(pilot)
+
+
+async def test_an_unchanged_scrollbar_is_not_painted(terminals) -> None:
+    """The thumb of a long conversation stands still while a reply grows."""
+    engine = FakeEngine(answers=["Words of a line.\n\n" * 400, "One more line.\n\n" * 30], pause_s=0)
+    async with running(engine) as (app, pilot, _):
+        app.chat.composer.put("go")
+        await pilot.press("enter")
+        await idle(pilot)
+        engine.hold = True
+        app.chat.composer.put("go on")
+        await pilot.press("enter")
+        await wait(pilot, lambda: app.session.replying)
+        await pilot.pause(0.2)
+        bar, painted = app.chat.transcript.vertical_scrollbar, []
+        render_lines = bar.render_lines
+        bar.render_lines = lambda crop: painted.append(crop) or render_lines(crop)  # type: ignore[method-assign]
+        lines = app.chat.transcript.line_count
+        engine.release(30)
+        await wait(pilot, lambda: app.chat.transcript.line_count > lines + 10)
+        assert not painted
+        assert bar.position >= app.chat.transcript.max_scroll_y - 1
+        assert app.chat.transcript.following
+        engine.release(1000)
+        await idle(pilot)
+
+
+def test_around_covers_the_rest_once() -> None:
+    outer, inner = Region(2, 3, 20, 10), Region(5, 4, 6, 7)
+    pieces = [piece for piece in (*_around(outer, inner), inner) if piece]
+    seen = [(x, y) for piece in pieces for y in piece.line_range for x in range(piece.x, piece.right)]
+    assert len(seen) == len(set(seen)) == outer.area
+    assert isinstance(PatchCompositor().render_partial_update(), type(None))
