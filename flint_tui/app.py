@@ -210,7 +210,12 @@ class FlintApp(App[None]):
 
     def settle(self) -> None:
         """What there is now stays: full garbage collections leave it out. One over the whole app took 60-90 ms, with
-        the interpreter's lock held, several times a minute: neither the decoder nor a key got through."""
+        the interpreter's lock held, several times a minute: neither the decoder nor a key got through.
+
+        Called while nothing is decoded. What went out of use since the last time is collected first: frozen, it would
+        never be (a closed screen is a cycle)."""
+        gc.unfreeze()
+        gc.collect()
         gc.freeze()
 
     def open_conversation(self, conversation: Conversation) -> None:

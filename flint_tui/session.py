@@ -206,6 +206,7 @@ def figures_of(event: Finished, figures: Figures) -> dict[str, float | int | str
     return {key: value for key, value in kept.items() if value is not None}
 
 
+SEPARATOR = " · "  # between the parts of a footer
 _ENDINGS = {"cancelled": "stopped", "length": "token limit reached", "context": "context full", "error": "failed"}
 
 
@@ -225,4 +226,4 @@ def footer_of(message: Message) -> str:
         parts.append("speculative")
     if ending := _ENDINGS.get(message.reason):
         parts.append(ending)
-    return " · ".join(parts)
+    return SEPARATOR.join(parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import tomllib
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -69,7 +70,7 @@ def keys_path() -> Path:
 
 
 def load_keys(known: tuple[str, ...]) -> dict[str, str]:
-    """Action id -> keys. Raises SettingsError for an unknown id or a value that is no string."""
+    """Action id -> keys. Raises SettingsError for an unknown id, a value that is no string, or a key that is none."""
     path = keys_path()
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -85,4 +86,19 @@ def load_keys(known: tuple[str, ...]) -> dict[str, str]:
             raise SettingsError(f"{path}: unknown action {action!r}", f"known: {', '.join(known)}")
         if not isinstance(key, str) or not key.strip():
             raise SettingsError(f"{path}: {action} must name its keys in a string", 'for example "ctrl+s"')
+        for name in key.split(","):
+            if not _is_key(name.strip()):
+                raise SettingsError(f"{path}: {action}: there is no key {name.strip()!r}", 'for example "ctrl+s,f5"')
     return keys
+
+
+def _is_key(name: str) -> bool:
+    """Whether a terminal could send it: a character or a key's name after any modifiers."""
+    from textual.keys import Keys, key_to_character
+
+    *modifiers, key = name.split("+") if name != "+" else [name]
+    if not set(modifiers) <= {"ctrl", "alt", "shift", "super", "hyper", "meta"}:
+        return False
+    named = {known.value.split("+")[-1] for known in Keys}
+    character = key if len(key) == 1 else key_to_character(key)  # "question_mark"; the names of all of Unicode
+    return key in named or (character is not None and (character.isalnum() or character in string.punctuation))

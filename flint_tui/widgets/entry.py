@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flint_tui.session import SEPARATOR
 from flint_tui.text.blocks import BLANK, Block, Line, Span
 from flint_tui.text.document import Document
 
@@ -18,7 +19,7 @@ def role_line(text: str, role: str) -> Line:
 
 @dataclass(eq=False)
 class Entry:
-    """role: how it looks. footer: one line of interface text. running: the reply that is being written."""
+    """role: how it looks. footer: interface text, in parts. running: the reply that is being written."""
 
     role: EntryRole
     document: Document
@@ -28,8 +29,23 @@ class Entry:
     strips: dict[int, tuple[object, object]] = field(default_factory=dict)  # local line -> (line and state, Strip)
 
     def height(self, width: int) -> int:
-        """Screen lines: one blank above, the body, the footer."""
-        return 1 + self.document.height(width) + (2 if self.footer else 0)
+        """Screen lines: one blank above, the body, a blank and the footer."""
+        body = self.document.height(width)
+        return 1 + body + (1 + len(self._footer_rows()) if self.footer else 0)
+
+    def _footer_rows(self) -> list[str]:
+        """The footer, broken between its parts where it is too long; what does not fit is an ellipsis."""
+        width = self.document.width
+        most = 2 if width >= 40 else 1
+        rows: list[str] = []
+        for part in self.footer.split(SEPARATOR):
+            if rows and len(rows[-1]) + len(SEPARATOR) + len(part) <= width:
+                rows[-1] += SEPARATOR + part
+            else:
+                rows.append(part)
+        if len(rows) > most:
+            rows[most - 1 :] = [rows[most - 1] + SEPARATOR + "…"]
+        return [row if len(row) <= width else row[: width - 1] + "…" for row in rows]
 
     def line(self, index: int) -> Line | None:
         """None for the blank line above; the width is the one `height` was last asked for."""
@@ -39,7 +55,11 @@ class Entry:
         height = self.document.height(self.document.width)
         if body < height:
             return self.document.line(body)
-        return role_line(self.footer, "footer") if body == height + 1 else Line(BLANK, 0, 0, "", False)
+        return (
+            role_line(self._footer_rows()[body - height - 1], "footer")
+            if body > height
+            else Line(BLANK, 0, 0, "", False)
+        )
 
     @property
     def first_changed(self) -> int:

@@ -341,6 +341,23 @@ def flint(*arguments: str, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[
     return subprocess.Popen(command, env=environment, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+def test_an_interrupt_while_the_program_is_imported_ends_it_quietly() -> None:
+    program = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == WHERE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from flint_tui.cli import main
+main()
+"""
+    for where in ("typer", "flint_tui.commands.roofline"):
+        command = [sys.executable, "-c", program.replace("WHERE", repr(where))]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (process.returncode, process.stdout, process.stderr) == (130, "", "")
+
+
 def test_a_process_reads_a_pipe_and_writes_an_object(model):
     process = flint(model, "--json", "--max-tokens", "4", stdin=subprocess.PIPE)
     out, err = process.communicate(b"Hello\n", timeout=120)

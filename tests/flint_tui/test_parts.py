@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +18,13 @@ from engine.errors import BackendError
 from engine.events import Prefilled, Tokens
 from engine.files.paths import config_dir
 from flint_tui import gpu_watch
+from flint_tui.actions import ACTIONS
 from flint_tui.app import FlintApp
 from flint_tui.bench_quick import BenchProgress, BenchResult, BenchRow, BenchStore, export_text, quick_bench
 from flint_tui.decode_thread import EngineThread, JobDone, Loaded, LoadFailed, ReplyEvent
 from flint_tui.engine_door import TurnOptions
 from flint_tui.live import Live, merge
-from flint_tui.settings import Settings, SettingsError, load_keys
+from flint_tui.settings import Settings, SettingsError, _is_key, load_keys
 from flint_tui.widgets import glyphs
 from flint_tui.widgets.gpu_panel import rows
 from tests.flint_tui.driving import running, wait
@@ -118,6 +121,10 @@ def test_a_bad_settings_file_names_the_key_and_the_app_starts(text: str, problem
         ("[other]\nx=1", "one table"),
         ('[keys]\nfly = "x"', "unknown action 'fly'"),
         ("[keys]\nstop = 1", "a string"),
+        ('[keys]\nstop = "ctrl+foldr"', "stop: there is no key 'ctrl\\+foldr'"),
+        ('[keys]\nstop = "control+s"', "there is no key 'control\\+s'"),
+        ('[keys]\nstop = "f5, F6"', "there is no key 'F6'"),
+        ('[keys]\nstop = "f5,"', "there is no key ''"),
     ],
 )
 def test_a_bad_key_file_names_the_action(text: str, problem: str) -> None:
@@ -125,6 +132,20 @@ def test_a_bad_key_file_names_the_action(text: str, problem: str) -> None:
     (config_dir() / "keys.toml").write_text(text)
     with pytest.raises(SettingsError, match=problem):
         load_keys(("stop",))
+
+
+@pytest.mark.parametrize(
+    "key", ["s", "ctrl+s", "alt+delete", "shift+f5", "question_mark", "?", "ctrl+ö", "+", "f20,pageup"]
+)
+def test_any_key_that_a_terminal_sends_can_be_named(key: str) -> None:
+    config_dir().mkdir(parents=True)
+    (config_dir() / "keys.toml").write_text(f'[keys]\nstop = "{key}"')
+    assert load_keys(("stop",)) == {"stop": key}
+
+
+def test_every_default_key_can_be_named() -> None:
+    for action in ACTIONS:
+        assert all(_is_key(name) for name in action.key.split(",")), action
 
 
 async def test_keys_can_be_changed_and_problems_are_shown() -> None:
@@ -141,6 +162,26 @@ async def test_keys_can_be_changed_and_problems_are_shown() -> None:
         assert app.chat.composer.text == "a\nb"
         await pilot.press("ctrl+r")
         await wait(pilot, lambda: len(engine.asked) == 1)
+
+
+async def test_what_was_set_aside_from_collections_is_collected_once_it_is_out_of_use() -> None:
+    """A closed dialog is a cycle: frozen for good, every dialog would stay in memory."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    async with running() as (app, _, _):
+        cycle = Cycle()
+        alive = weakref.ref(cycle)
+        app.settle()
+        frozen = gc.get_freeze_count()
+        assert frozen > 10_000
+        del cycle
+        app.settle()
+        assert alive() is None
+        assert gc.get_freeze_count() < frozen * 1.2
+    gc.unfreeze()
 
 
 async def test_a_conversation_that_cannot_be_saved_is_told_and_the_chat_goes_on() -> None:

@@ -47,3 +47,15 @@ async def test_twenty_by_five_shows_what_is_said_and_what_is_typed() -> None:
         text = screen_text(app)
         assert "Seine" in text or "987" in text
         assert "abc" in text
+
+
+async def test_no_figure_under_a_reply_is_cut_short() -> None:
+    """At 60 columns "4.33 tok/step" ended as "4.33 tok/s"."""
+    async with running(size=(60, 20)) as (app, pilot, _):
+        await pilot.press("ctrl+t")
+        await ask(pilot, "hello")
+        lines = [line.strip() for line in screen_text(app).splitlines()]
+        first = next(i for i, line in enumerate(lines) if "first token" in line)
+        assert lines[first + 1] == "2.83 tok/step · speculative"
+        await pilot.resize_terminal(30, 20)
+        await wait(pilot, lambda: "…" in screen_text(app), "the rest is marked as left out")
