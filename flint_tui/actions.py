@@ -78,10 +78,27 @@ FIXED_KEYS = (
     ("Compose", "shift+enter, alt+enter", "New line, where the terminal can tell them"),
     ("Compose", "up, down", "Earlier and later prompts"),
     ("Compose", "alt+z", "Undo"),
+    ("Compose", "/bye, /clear, /help", "These and other actions by name"),
     ("Move", "tab", "Between transcript and composer"),
     ("Move", "j, k, g, G, space", "Scroll, with the focus on the transcript"),
 )
+# What people type in other terminal chats -> action id. Action ids themselves work, too.
+SLASH = {
+    "bye": "quit_app", "exit": "quit_app", "quit": "quit_app", "q": "quit_app", "?": "help", "clear": "new",
+    "reset": "new", "model": "models", "load": "models", "list": "models", "chats": "conversations",
+    "resume": "conversations", "system": "system_prompt", "set": "sampling", "mode": "toggle_mode", "save": "export",
+    "copy": "copy_reply", "retry": "regenerate",
+}  # fmt: skip
 EXTRA_IDS = ("composer.submit", "composer.newline")
+
+
+def slash_action(text: str) -> str:
+    """The action that a prompt like "/bye" stands for; "" where it is meant for the model."""
+    name = text.strip().removeprefix("/").replace("-", "_").lower()
+    if not text.lstrip().startswith("/"):
+        return ""
+    return SLASH.get(name, name if any(action.id == name for action in ACTIONS) else "")
+
 
 _NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn", "enter": "Enter", "delete": "Del", "space": "Space"}
 

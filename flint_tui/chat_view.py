@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
 from engine.events import Finished, Note, Prefilled, PrefillProgress, Tokens
-from flint_tui.actions import ACTIONS
+from flint_tui.actions import ACTIONS, slash_action
 from flint_tui.decode_thread import JobDone, Loaded, LoadFailed, Loading, ReplyEvent
 from flint_tui.live import EngineFacts, merge
 from flint_tui.painting import PatchCompositor
@@ -129,6 +129,7 @@ class ChatView(Screen[None]):
                     self._loaded(facts)
                 case LoadFailed(error, hint):
                     self.engine_state = "no model"
+                    self.facts = None
                     self.show_state()
                     self.show_error(error, hint)
                 case JobDone():
@@ -226,7 +227,10 @@ class ChatView(Screen[None]):
 
     # -- what the user says
 
-    def on_composer_submitted(self, event: Composer.Submitted) -> None:
+    async def on_composer_submitted(self, event: Composer.Submitted) -> None:
+        if action := slash_action(event.text):
+            await self.app.action_perform(action)
+            return
         if self.session.replying:
             self.session.queue.append(event.text)
             self.show_queue()
@@ -317,4 +321,4 @@ class ChatView(Screen[None]):
             self.sidebar.show_figures(facts, figures, self.session.live.last)
         if self.strip.display:
             self.strip.show_figures(facts, figures, self.strip.size.width)
-        self.status.show_context(self.facts, figures)
+        self.status.show_context(self.facts, figures, known=bool(figures.context_used) or not self.session.messages)

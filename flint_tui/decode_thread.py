@@ -33,7 +33,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """error: one line. hint: what to do."""
+    """No model is open now. error: one line. hint: what to do."""
 
     error: str
     hint: str
@@ -78,20 +78,28 @@ class EngineThread:
         return self._pending > 0
 
     def load(self, model: str | None) -> None:
-        """Open a model (None: the default), closing the one that is open."""
+        """Open a model (None: the default). The one that is open is closed first, as both may not fit; if the new one
+        cannot be opened, it is opened again."""
 
         def job() -> None:
-            self.outbox.put(Loading(f"loading {model}" if model else "loading"))
-            try:
-                if self.engine is not None:
-                    self.engine.close()
-                    self.engine = None
-                self.engine = self._open_engine(model, lambda text: self.outbox.put(Loading(text)))
-                self.outbox.put(Loaded(self.engine.facts))
-            except Exception as error:  # whatever an engine raises must not end the app
-                self.outbox.put(LoadFailed(_one_line(error), getattr(error, "hint", "")))
+            before = ""
+            if self.engine is not None:
+                before = self.engine.facts.identifier
+                self.engine.close()
+                self.engine = None
+            self._open(model)
+            if self.engine is None and before and before != model:
+                self._open(before)
 
         self._give(job)
+
+    def _open(self, model: str | None) -> None:
+        self.outbox.put(Loading(f"loading {model}" if model else "loading"))
+        try:
+            self.engine = self._open_engine(model, lambda text: self.outbox.put(Loading(text)))
+            self.outbox.put(Loaded(self.engine.facts))
+        except Exception as error:  # whatever an engine raises must not end the app
+            self.outbox.put(LoadFailed(_one_line(error), getattr(error, "hint", "")))
 
     def reply(self, number: int, messages: Sequence[ChatTurn], options: TurnOptions) -> threading.Event:
         """Decode a reply; returns the event that cancels it."""

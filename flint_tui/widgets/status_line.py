@@ -9,7 +9,7 @@ from textual.message import Message
 from textual.widget import Widget
 
 from flint_tui.live import EngineFacts, Figures, Mode
-from flint_tui.widgets.glyphs import line_bar
+from flint_tui.widgets.glyphs import DASH, line_bar
 
 WIDE_CONTEXT = 30  # cells for the bar and its word
 
@@ -77,14 +77,16 @@ class StatusLine(Horizontal):
             parts += [("  ", ""), (state, "$warning")]
         self.query_one("#brand", StatusLabel).show(Content.assemble(*parts))
 
-    def show_context(self, facts: EngineFacts | None, figures: Figures) -> None:
+    def show_context(self, facts: EngineFacts | None, figures: Figures, known: bool = True) -> None:
+        """known: False for a conversation that this model has not read yet."""
+        label = self.query_one("#context", StatusLabel)
         if facts is None:
+            label.show(Content(""))
             return
         used, size = figures.context_used, facts.context_size
         share = used / size if size else 0.0
         style = "$error" if share > 0.95 else "$warning" if share > 0.8 else "$primary"
-        label = self.query_one("#context", StatusLabel)
-        numbers = Content.assemble((f"{used:,}", ""), (f" / {size:,}", "$muted"))
+        numbers = Content.assemble((f"{used:,}" if known else DASH, ""), (f" / {size:,}", "$muted"))
         if label.size.width >= WIDE_CONTEXT:
             numbers = Content.assemble(("context ", "$muted"), line_bar(share, 8, style), " ", numbers)
         label.show(numbers)

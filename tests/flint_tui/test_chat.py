@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from flint_tui.actions import ACTIONS, SLASH, slash_action
+from flint_tui.app import FlintApp
+from flint_tui.screens.help import HelpScreen
 from flint_tui.text.document import Document
 from tests.flint_tui.driving import ask, idle, running, screen_text, wait
 from tests.flint_tui.fake_engine import ANSWER, FakeEngine
@@ -333,3 +338,72 @@ async def test_the_scrollbar_stands_where_the_view_does() -> None:
         await wait(pilot, lambda: transcript.show_vertical_scrollbar)
         assert transcript.scroll_offset.y > 0
         assert transcript.vertical_scrollbar.position == transcript.scroll_offset.y
+
+
+async def test_what_people_type_in_other_chats_is_an_action_and_not_a_prompt() -> None:
+    async with running() as (app, pilot, engine):
+        await ask(pilot, "hello")
+        await ask(pilot, "/clear", finish=False)
+        await wait(pilot, lambda: not app.session.messages, "a new conversation")
+        await ask(pilot, "/?", finish=False)
+        await wait(pilot, lambda: isinstance(app.screen, HelpScreen), "the help")
+        await pilot.press("escape")
+        await ask(pilot, "/toggle-mode", finish=False)
+        await wait(pilot, lambda: app.session.options.mode == "speculative", "the other mode")
+        await ask(pilot, "/etc/hosts, what is it?")
+        assert [turns[-1]["content"] for turns, _ in engine.asked] == ["hello", "/etc/hosts, what is it?"]
+        await ask(pilot, "/bye", finish=False)
+        await wait(pilot, lambda: not app.is_running, "it quits")
+
+
+def test_every_slash_name_is_an_action() -> None:
+    ids = {action.id for action in ACTIONS}
+    assert {slash_action(f"/{name}") for name in SLASH} <= ids
+    assert all(slash_action(f" /{id}\n") == id for id in ids)
+    assert [slash_action(text) for text in ("bye", "/", "/bye bye", "// bye")] == ["", "", "", ""]
+
+
+async def test_a_model_that_cannot_be_opened_leaves_the_one_that_was_open() -> None:
+    first, again = FakeEngine(), FakeEngine()
+    first.facts = again.facts = replace(first.facts, identifier="first")
+    engines = iter((first, OSError("the disk is gone"), again, OSError("no"), OSError("no more")))
+
+    def open_engine(model: str | None, say: object) -> FakeEngine:
+        engine = next(engines)
+        if isinstance(engine, OSError):
+            raise engine
+        return engine
+
+    app = FlintApp(open_engine)
+    try:
+        async with app.run_test(size=(120, 36)) as pilot:
+            await wait(pilot, lambda: hasattr(app, "chat") and app.chat.facts is not None, "the first is open")
+            app.load_model("second")
+            await idle(pilot)
+            assert "the disk is gone" in screen_text(app)
+            assert app.chat.facts is again.facts
+            assert first.closed
+            await ask(pilot, "hello")
+            assert len(again.asked) == 1
+            app.load_model("third")
+            await idle(pilot)
+            assert app.chat.facts is None
+            status = screen_text(app).splitlines()[0]
+            assert "no model" in status
+            assert first.facts.model not in status
+    finally:
+        app.engine_thread.close(5.0)
+        app.store.close()
+
+
+async def test_the_context_of_a_conversation_that_was_not_read_yet_is_unknown() -> None:
+    async with running() as (app, pilot, _):
+        assert "0 / 2,048" in screen_text(app)
+        await ask(pilot, "hello")
+        conversation = app.session.conversation
+        assert conversation is not None
+        await pilot.press("ctrl+n")
+        app.open_conversation(app.store.find(conversation.id))
+        await wait(pilot, lambda: "– / 2,048" in screen_text(app))
+        await ask(pilot, "more")
+        await wait(pilot, lambda: "– / 2,048" not in screen_text(app))
