@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.build import ARCHITECTURES, compile_cubin
+from kernels.cuda.driver import CudaError
 from kernels.cuda.experiments import formats, levers
 from kernels.cuda.experiments.gpu import FOLDER, SOURCES, CudaDevice
 from kernels.cuda.experiments.levers import LEVERS
@@ -125,6 +126,21 @@ def test_a_check_notices_one_wrong_weight_and_one_row_that_nobody_wrote() -> Non
     last.arguments[0].words -= 4
     last.arguments[0].rows -= 32
     assert plain.check() == float("inf")
+
+
+@needs_compiler
+def test_a_slot_that_changes_warps_is_an_error_where_copies_end_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ring_tensor.cu with stages that are no multiple of its warps: a warp takes another's phase for its own."""
+
+    def ring() -> Variant:
+        device = EmulatedDevice(order=5)
+        return next(v for v in LEVERS["gemv"](device, Weights(device, Size(1280, 1024, 2))) if "tensor" in v.name)
+
+    right = ring()
+    assert right.check() <= right.tolerance
+    monkeypatch.setattr(levers, "TENSOR_WARPS", 9)
+    with pytest.raises(CudaError, match="719"):
+        ring().check()
 
 
 def test_a_device_with_little_shared_memory_is_told_what_does_not_fit() -> None:

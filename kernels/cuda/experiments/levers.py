@@ -28,6 +28,7 @@ BLOCKS_PER_SM = 4  # 256 threads of 64 registers: as many as fit
 STAGE_BYTES = 16384  # of the bare read: 95 % of the peak on an H200, where 4 KB stages reached 87 %
 DEPTHS = (2, 3, 4, 6, 8, 12)
 MOST_STAGES = 16
+TENSOR_WARPS = 8  # of ring_tensor.cu
 PIPELINE_BYTES = 256  # of barriers, before the slots
 TABLE_BYTES = 2048
 CHUNK = 1024  # channels that a warp multiplies at once; x is staged in whole chunks
@@ -149,8 +150,10 @@ class _Products:
         extra = _staged(self.channels) if kernel == "gemv_ring" else 2 * self.channels + 8 * (self.channels // 128)
         slot = formats.TILE_ROWS * (self.channels // 2 + self.channels // 128 * 2)
         stages = min(MOST_STAGES, (self.device.shared_bytes - PIPELINE_BYTES - extra) // slot)
-        if stages < 2:
-            return f"two stages of {slot:,} bytes do not fit {self.device.shared_bytes:,} of shared memory"
+        fewest = 2 if kernel == "gemv_ring" else TENSOR_WARPS
+        stages -= 0 if kernel == "gemv_ring" else stages % TENSOR_WARPS  # see ring_tensor.cu
+        if stages < fewest:
+            return f"{fewest} stages of {slot:,} bytes do not fit {self.device.shared_bytes:,} of shared memory"
         shared = PIPELINE_BYTES + stages * slot + extra
         tail = (c_int(self.channels), c_int(stages), c_uint32(self.device.sms))
         steps: list[Step] = []

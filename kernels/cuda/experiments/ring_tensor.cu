@@ -1,6 +1,9 @@
 // y = W x: tiles through the pipeline, multiplied on the integer tensor cores. What the megakernel's ring and inner loop
 // are together, without its hops. A stage is one tile, read by one warp, so warps never wait for one another.
 //
+// stages: a multiple of WARPS, so that a slot is always the same warp's. Else a warp could look at a slot whose item
+// before, another warp's, has not arrived (copies end in any order), and take that phase's parity for its own.
+//
 // Shared memory: the pipeline's barriers and slots, then x and its groups' scales.
 #include "pipeline.cuh"
 #include "tiles.cuh"

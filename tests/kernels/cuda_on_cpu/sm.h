@@ -229,9 +229,10 @@ inline void settle(EmulatedBarrier& b) {
 inline void barrier_init(u64* p, u32 arrivals) { *reinterpret_cast<EmulatedBarrier*>(p) = {0, arrivals, arrivals, 0}; }
 inline void barrier_arrive_many(u64* p, u32 arrivals) {
     EmulatedBarrier& b = *reinterpret_cast<EmulatedBarrier*>(p);
-    if (arrivals > b.missing) {
+    if (arrivals > b.missing) {  // a GPU ends the launch with CUDA_ERROR_LAUNCH_FAILED
         std::fprintf(stderr, "too many arrivals at a barrier\n");
-        std::abort();
+        emulated_failure++;
+        for (;;) yield();
     }
     b.missing -= arrivals;
     settle(b);
@@ -244,14 +245,32 @@ inline bool barrier_passed(u64* p, u32 parity) {
 }
 inline void barriers_are_initialised() {}
 constexpr int COPY_ARRIVALS = 1;
+
+// Copies under way. As on a GPU they end in any order, where fibers take turns by a seed (else at once): a late one only
+// when nothing else can go on.
+struct Copy { u8* target; const u8* source; u32 bytes; EmulatedBarrier* barrier; bool late; };
+inline std::vector<Copy> copies;
+inline u64 random_bits() { return (random_state = random_state * 6364136223846793005ull + 1442695040888963407ull) >> 32; }
+inline void end_copy(size_t i) {
+    const Copy c = copies[i];
+    copies[i] = copies.back();
+    copies.pop_back();
+    std::memcpy(c.target, c.source, c.bytes);
+    c.barrier->bytes -= int(c.bytes);
+    settle(*c.barrier);
+}
 inline void copy_to_shared(u8* target, const u8* source, u32 bytes, u64* barrier) {
     if (lane_now() == 0) {
         if (bytes % 16 || (target - block_now->shared) % 16 || reinterpret_cast<uintptr_t>(source) % 16) {
             std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n");
             std::abort();
         }
-        std::memcpy(target, source, bytes);
+        EmulatedBarrier* const b = reinterpret_cast<EmulatedBarrier*>(barrier);
+        std::memset(target, 0xff, bytes);  // whoever reads before the end sees NaN
+        b->bytes += int(bytes);
+        copies.push_back({target, source, bytes, b, random_state && random_bits() % 4 == 0});
         barrier_arrive(barrier);
+        if (!random_state) end_copy(copies.size() - 1);
     }
     __syncwarp();
 }
@@ -307,14 +326,19 @@ inline int run_grid(u32 grid, u32 threads, size_t shared_bytes, u64 order, void 
         std::memset(memory.back().get(), 0xff, shared_bytes + 128);  // NaN: what is read before it is written shows
         block.shared = reinterpret_cast<u8*>((reinterpret_cast<uintptr_t>(memory.back().get()) + 127) & ~uintptr_t(127));
     }
+    copies.clear();
     u64 seen = 0;
     for (int idle = 0; idle < 1000;) {
         bool left = false;
         for (u32 i = 0; i < grid * threads; i++) {
             u32 pick = i;
             if (order) {  // whole warps take turns at random; inside a warp the order does not matter
-                random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
-                if (i % 32 == 0 && random_state >> 62 == 0) {
+                const u64 bits = random_bits();
+                if (i % 32 == 0 && !copies.empty() && bits % 8 == 0) {
+                    const size_t copy = random_bits() % copies.size();
+                    if (!copies[copy].late || idle > 2) end_copy(copy);
+                }
+                if (i % 32 == 0 && random_bits() >> 30 == 0) {
                     left |= !blocks[pick / threads].fibers[pick % threads].done;
                     i += 31;
                     continue;
