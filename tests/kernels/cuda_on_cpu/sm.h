@@ -246,9 +246,11 @@ inline bool barrier_passed(u64* p, u32 parity) {
 inline void barriers_are_initialised() {}
 constexpr int COPY_ARRIVALS = 1;
 
-// Copies under way. As on a GPU they end in any order, where fibers take turns by a seed (else at once): a late one only
-// when nothing else can go on.
-struct Copy { u8* target; const u8* source; u32 bytes; EmulatedBarrier* barrier; bool late; };
+// Copies under way. As on a GPU they end in any order, where fibers take turns by a seed (else at once): a late one when
+// nothing else can go on, or after LATE turns of warps (those that poll never stand still).
+struct Copy { u8* target; const u8* source; u32 bytes; EmulatedBarrier* barrier; u64 due; };
+constexpr u64 LATE = 20000;
+inline u64 turns;
 inline std::vector<Copy> copies;
 inline u64 random_bits() { return (random_state = random_state * 6364136223846793005ull + 1442695040888963407ull) >> 32; }
 inline void end_copy(size_t i) {
@@ -268,7 +270,7 @@ inline void copy_to_shared(u8* target, const u8* source, u32 bytes, u64* barrier
         EmulatedBarrier* const b = reinterpret_cast<EmulatedBarrier*>(barrier);
         std::memset(target, 0xff, bytes);  // whoever reads before the end sees NaN
         b->bytes += int(bytes);
-        copies.push_back({target, source, bytes, b, random_state && random_bits() % 4 == 0});
+        copies.push_back({target, source, bytes, b, turns + (random_state && random_bits() % 4 == 0 ? LATE : 0)});
         barrier_arrive(barrier);
         if (!random_state) end_copy(copies.size() - 1);
     }
@@ -334,9 +336,10 @@ inline int run_grid(u32 grid, u32 threads, size_t shared_bytes, u64 order, void 
             u32 pick = i;
             if (order) {  // whole warps take turns at random; inside a warp the order does not matter
                 const u64 bits = random_bits();
+                turns += i % 32 == 0;
                 if (i % 32 == 0 && !copies.empty() && bits % 8 == 0) {
                     const size_t copy = random_bits() % copies.size();
-                    if (!copies[copy].late || idle > 2) end_copy(copy);
+                    if (copies[copy].due <= turns || idle > 2) end_copy(copy);
                 }
                 if (i % 32 == 0 && random_bits() >> 30 == 0) {
                     left |= !blocks[pick / threads].fibers[pick % threads].done;
