@@ -98,25 +98,13 @@ class EagleHead(nn.Module):
         """[..., hidden] -> logits over the draft vocabulary [..., draft_vocab]."""
         return self.head(self.final_norm(hidden))
 
-    def block(
-        self,
-        hidden: Tensor,
-        embedded: Tensor,
-        positions: Tensor,
-        keys: tuple[Tensor, ...] = (),
-        values: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One draft position of a rollout: features and embeddings [B, T, hidden] at positions int64 [T], after the
-        keys and values of the draft positions before. Returns the block's output and its own keys and values."""
-        q, k, v = self.project(embedded, hidden, positions)
-        return self.finish(hidden, chain_attention(q, (*keys, k), (*values, v))), k, v
-
     def rollout(
         self,
         features: list[Tensor],
         embedded: Tensor,
         depth: int,
-        block: Callable[..., tuple[Tensor, ...]] | None = None,
+        project: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
+        finish: Callable[..., Tensor] | None = None,
     ) -> Iterator[Tensor]:
         """Training-time test: yields, for draft position i = 0..depth-1, a hidden state [B, T, hidden] whose logits at
         index t < T-1-i predict token[t+2+i]; later rows have no token to read and mean nothing. (They are kept: shapes
@@ -126,22 +114,24 @@ class EagleHead(nn.Module):
         [B, T, hidden]. At draft position i, index t's context is the true features up to t and its own predictions
         for t+1..t+i: keys of draft position j > 0 are visible to the same index only (the diagonal). True tokens
         stand for the drafted ones, which is what happens exactly as long as every draft was accepted.
-        block: `self.block`, compiled or as it is.
+        project, finish: `self.project` and `self.finish`, compiled or as they are.
         """
-        block = block or self.block
+        project, finish = project or self.project, finish or self.finish
         hidden = self.fuse(features)
-        keys: tuple[Tensor, ...] = ()
-        values: tuple[Tensor, ...] = ()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         index = torch.arange(hidden.shape[1], device=hidden.device)
         for i in range(min(depth, hidden.shape[1] - 1)):
-            hidden, k, v = block(hidden, shifted(embedded, 1 + i), index + i, keys, values)
-            keys, values = (*keys, k), (*values, v)
+            q, k, v = project(shifted(embedded, 1 + i), hidden, index + i)
+            keys, values = [*keys, k], [*values, v]
+            hidden = finish(hidden, chain_attention(q, keys, values))
             yield hidden
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
-    """x [B, T, ...] moved `by` rows to the front of T; zeros follow."""
-    return torch.cat((x[:, by:], torch.zeros_like(x[:, :by])), dim=1)
+    """x [B, T, ...] moved `by` rows to the front of T, or -`by` to the back; zeros take the room."""
+    room = torch.zeros_like(x[:, : abs(by)])
+    return torch.cat((x[:, by:], room) if by > 0 else (room, x[:, :by]), dim=1)
 
 
 def chain_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
@@ -152,7 +142,7 @@ def chain_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor])
     """
     rows = q.shape[2]
     grouped = q.unflatten(1, (keys[0].shape[1], -1)) * q.shape[-1] ** -0.5  # [B, kv_heads, group, T, d]
-    scores = (grouped @ keys[0].unsqueeze(2).transpose(-1, -2)).float()
+    scores = (grouped.flatten(2, 3) @ keys[0].transpose(-1, -2)).unflatten(2, (-1, rows)).float()
     scores = scores.masked_fill(torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
     own = [(grouped * k.unsqueeze(2)).float().sum(-1, keepdim=True) for k in keys[1:]]
     # One softmax over all, without joining them: a matrix with a few more columns would be copied, and misaligned.
@@ -164,7 +154,7 @@ def chain_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor])
     total = weights.sum(-1, keepdim=True)
     for weight in own:
         total = total + weight
-    mixed = (weights / total).to(values[0].dtype) @ values[0].unsqueeze(2)
+    mixed = ((weights / total).to(values[0].dtype).flatten(2, 3) @ values[0]).unflatten(2, (-1, rows))
     for weight, v in zip(own, values[1:], strict=True):
         mixed = mixed + (weight / total).to(v.dtype) * v.unsqueeze(2)
     return mixed.flatten(1, 2)

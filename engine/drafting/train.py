@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,21 +116,39 @@ def start_from_target(head: EagleHead, target: BatchedTarget) -> None:
     head.fc.weight[:, -hidden:] = torch.eye(hidden)
 
 
+Losses = tuple[Tensor, Tensor, Tensor]
+
+
 class Trainer:
-    """A head, its optimiser and the loss of a batch."""
+    """A head, its optimiser and the loss of a batch.
+
+    On a GPU a step of each shape is captured as a CUDA graph at its third occurrence: some 1500 launches of small
+    kernels take a CPU longer than the GPU takes to run them.
+    """
 
     def __init__(self, target: BatchedTarget, head: EagleHead, options: TrainOptions) -> None:
         self.target, self.head, self.options = target, head, options
-        self.t2d = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=target.device)
-        self.t2d[head.d2t] = torch.arange(len(head.d2t), device=target.device)
-        on_gpu = target.device.type == "cuda"
+        device = target.device
+        self.t2d = torch.full((target.config.vocab_size,), -1, dtype=torch.long, device=device)
+        self.t2d[head.d2t] = torch.arange(len(head.d2t), device=device)
+        on_gpu = device.type == "cuda"
         self.optimiser = torch.optim.AdamW(
-            head.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu
+            head.parameters(),
+            lr=torch.tensor(options.learning_rate, device=device) if on_gpu else options.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            fused=on_gpu,
+            capturable=on_gpu,
         )
-        self._autocast = torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=on_gpu)
-        self._block, self._labels, self._score = (
-            compiled(f, target.compiled) for f in (head.block, self._label, self._scored)
+        self._autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu)
+        self._project, self._finish, self._labels, self._score = (
+            compiled(f, target.compiled) for f in (head.project, head.finish, self._label, self._scored)
         )
+        self._captures = on_gpu
+        self._seen: Counter[torch.Size] = Counter()
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Losses]] = {}
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None  # one graph runs at a time: they share memory
 
     def _label(self, logits: Tensor, d2t: Tensor, t2d: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits [B, T, vocab] -> its choices as draft ids int64 [B, T] (-1: not in the draft
@@ -146,7 +166,7 @@ class Trainer:
         cross_entropy = drafted.logsumexp(-1) - agreed
         return (cross_entropy * learn).sum() / learn.sum().clamp(min=1), drafted.argmax(-1)
 
-    def losses(self, tokens: Tensor, learn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(self, tokens: Tensor, learn: Tensor) -> Losses:
         """tokens int64 [B, T], learn bool [B, T] -> the weighted loss, and for each draft position the count of
         correct argmaxes and of tested tokens, where all drafts before were right."""
         options, head = self.options, self.head
@@ -154,30 +174,68 @@ class Trainer:
             hidden, features = self.target.forward(tokens, head.config.feature_layers)
             labels, probabilities = self._labels(self.target.logits(hidden), head.d2t, self.t2d)
             embedded = self.target.embed(tokens)
-            text = self.t2d[tokens]
-        loss = torch.zeros((), device=tokens.device)
+        # All below is at the index of the label: index s drafts token s + 1, the target's choice there. Moving the
+        # states to it is cheaper than moving the labels' distributions to the states.
+        learned, text = shifted(learn, 1), shifted(self.t2d[tokens], 1)
         reached = torch.ones_like(learn)
+        loss = torch.zeros((), device=tokens.device)
         correct, tested = [], []
-        for i, state in enumerate(head.rollout(features, embedded, options.depth, self._block)):
-            # Index t drafts token t + 2 + i, which the target chose at position t + 1 + i.
-            wanted, predicted = shifted(labels, 1 + i), shifted(learn, 2 + i)
-            usable = predicted & (wanted >= 0)
-            if options.reached_only:
-                usable = usable & reached
-            term, drafted = self._score(state, wanted, shifted(probabilities, 1 + i), usable)
+        for i, state in enumerate(head.rollout(features, embedded, options.depth, self._project, self._finish)):
+            reached = shifted(reached, -1)  # the first 1 + i indices have no draft
+            drafts = shifted(torch.ones_like(learn), -1 - i)
+            usable = learned & (labels >= 0) & (reached if options.reached_only else drafts)
+            term, drafted = self._score(shifted(state, -1 - i), labels, probabilities, usable)
             loss = loss + options.decay**i * term
-            correct.append((predicted & reached & (drafted == wanted)).sum())
-            tested.append((predicted & reached).sum())
-            reached = reached & (drafted == shifted(text, 2 + i))
+            correct.append((learned & reached & (drafted == labels)).sum())
+            tested.append((learned & reached).sum())
+            reached = reached & (drafted == text)
         return loss, torch.stack(correct), torch.stack(tested)
 
-    def step(self, tokens: Tensor, learn: Tensor, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, tokens: Tensor, learn: Tensor, rate: float) -> Losses:
         """One update at a share `rate` of the learning rate. Returns what `losses` does; waits for nothing."""
         for group in self.optimiser.param_groups:
-            group["lr"] = self.options.learning_rate * rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.options.learning_rate * rate)
+            else:
+                group["lr"] = self.options.learning_rate * rate
+        if self._stream is None:
+            return self._update(tokens, learn)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = self._on_gpu(tokens, learn)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def _on_gpu(self, tokens: Tensor, learn: Tensor) -> Losses:
+        shape = tokens.shape
+        self._seen[shape] += 1
+        if shape not in self._graphs and self._captures and self._seen[shape] > 2:
+            self._capture(tokens.clone(), learn.clone())
+        if shape not in self._graphs:
+            return self._update(tokens, learn)
+        graph, tokens_in, learn_in, result = self._graphs[shape]
+        tokens_in.copy_(tokens)
+        learn_in.copy_(learn)
+        graph.replay()
+        return result
+
+    def _capture(self, tokens: Tensor, learn: Tensor) -> None:
+        self.optimiser.zero_grad(set_to_none=True)  # the graph has gradients of its own
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                result = self._update(tokens, learn)
+        except RuntimeError as error:
+            warnings.warn(f"steps are not captured as CUDA graphs, and slower: {error}", stacklevel=2)
+            self._captures = False
+            self.optimiser.zero_grad(set_to_none=True)
+            return
+        self._graphs[tokens.shape] = graph, tokens, learn, result
+
+    def _update(self, tokens: Tensor, learn: Tensor) -> Losses:
+        self.optimiser.zero_grad(set_to_none=True)
         with self._autocast:
             loss, correct, tested = self.losses(tokens, learn)
-        self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.options.clip)
         self.optimiser.step()

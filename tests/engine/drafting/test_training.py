@@ -14,9 +14,10 @@ from engine.drafting.batched_target import BatchedTarget, StaticCache
 from engine.drafting.checkpoint import load_drafter, save_drafter, target_fingerprint
 from engine.drafting.corpus import Corpus, looping, read_shards
 from engine.drafting.eagle import EagleDrafter
+from engine.drafting.eagle_head import EagleHead
 from engine.drafting.evaluate import summarise, true_context
 from engine.drafting.harvest import Conversations, Harvester, HarvestOptions, OpeningTokens, TurnTokens, harvest
-from engine.drafting.train import TrainOptions, train
+from engine.drafting.train import Trainer, TrainOptions, eagle_config, start_from_target, train
 from engine.errors import DrafterError, UsageError
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
@@ -200,6 +201,49 @@ def test_templates_are_cut_into_turns():
     assert turns == TurnTokens((7, 1, 50, 9), (9, 1, 61, 9), (9, 1, 50, 9), 2)
     with pytest.raises(UsageError, match="cannot be cut"):
         TurnTokens.from_template(lambda messages, prompt: [5, 5], 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"reached_only": True}, {"label_temperature": 0.0}])
+def test_a_batch_s_loss_is_what_its_definition_says(target, shards, options):
+    """Against loops over every row, index and draft position."""
+    options = TrainOptions(draft_vocab=200, depth=3, decay=0.7, **{"label_temperature": 0.5, **options})
+    corpus = Corpus(shards, torch.device("cpu"))
+    head = EagleHead(eagle_config(target.config, 200))
+    head.d2t.copy_(torch.from_numpy(corpus.frequent_tokens(200, target.config.vocab_size)))
+    start_from_target(head, target)
+    tokens, learn = next(corpus.batches(256, seed=0))
+    loss, correct, tested = Trainer(target, head, options).losses(tokens, learn)
+    with torch.no_grad():
+        hidden, features = target.forward(tokens, head.config.feature_layers)
+        logits = target.logits(hidden)
+        states = list(head.rollout(features, target.embed(tokens), 3))
+    vocabulary = head.d2t.tolist()
+    head.requires_grad_(False)
+    want, hits, trials = 0.0, [0, 0, 0], [0, 0, 0]
+    for i, state in enumerate(states):
+        terms = []
+        for row in range(tokens.shape[0]):
+            for t in range(tokens.shape[1] - 2 - i):
+                if not learn[row, t + 2 + i]:
+                    continue
+                drafts = [vocabulary[int(head.logits(states[j][row, t]).argmax())] for j in range(i + 1)]
+                reached = drafts[:i] == tokens[row, t + 2 : t + 2 + i].tolist()
+                best = int(logits[row, t + 1 + i].argmax())
+                trials[i] += reached
+                hits[i] += reached and drafts[i] == best
+                if best not in vocabulary or (options.reached_only and not reached):
+                    continue
+                drafted = head.logits(state[row, t]).log_softmax(-1)
+                if options.label_temperature == 0:
+                    terms.append(-float(drafted[vocabulary.index(best)]))
+                else:
+                    wanted = (logits[row, t + 1 + i, head.d2t] / options.label_temperature).softmax(-1)
+                    terms.append(-float((wanted * drafted).sum()))
+        want += 0.7**i * (sum(terms) / max(1, len(terms)))
+    assert trials[0] > 30
+    assert correct.tolist() == hits
+    assert tested.tolist() == trials
+    assert float(loss) == pytest.approx(want, rel=1e-4)
 
 
 def test_training_learns_and_the_drafter_file_keeps_it(model, target, shards, tmp_path):
