@@ -243,7 +243,7 @@ def test_a_batch_s_loss_is_what_its_definition_says(target, shards, options):
     assert trials[0] > 30
     assert correct.tolist() == hits
     assert tested.tolist() == trials
-    assert float(loss) == pytest.approx(want, rel=1e-4)
+    assert loss.item() == pytest.approx(want, rel=1e-4)
 
 
 def test_training_learns_and_the_drafter_file_keeps_it(model, target, shards, tmp_path):
