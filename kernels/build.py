@@ -7,6 +7,7 @@ and the headers it includes, defines, options, architecture, and the versions of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -106,6 +107,10 @@ def compile_cubin(
         progress(f"compiling {source.stem} for {arch} (once)")
     started = time.perf_counter()
     code, log = _nvrtc(source, arch, defines, options)
+    if not parse_ptxas(log) and not options.get("no_cache"):
+        # NVRTC 13 keeps a cache of its own, and what comes from there comes without ptxas' report.
+        with contextlib.suppress(CompileError):  # an older one does not know the option
+            code, log = _nvrtc(source, arch, defines, options | {"no_cache": True})
     cubin = Cubin(code, arch, parse_ptxas(log), False, time.perf_counter() - started)
     if entry:
         _write_entry(entry, cubin)

@@ -391,7 +391,7 @@ def _open(
         )
         columns = max(megakernel.widths())
         for width in {1, columns}:
-            megakernel.report(width)  # compiles now, not in the middle of the first reply
+            megakernel.compile(width)
         cubin = compile_cubin(
             SOURCE,
             arch=architecture(gpu.capability),

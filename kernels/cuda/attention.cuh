@@ -14,14 +14,14 @@ static_assert(KV_BLOCK == 16, "one tile of the second product");
 __device__ __forceinline__ KeyShare key_share(int sm, int position) {
     KeyShare share;
     const int all = (position + KV_BLOCK - 1) / KV_BLOCK + 1;  // and the tail
-    const int each = max(BLOCKS_PER_SPLIT, (all + MAX_SPLITS - 1) / MAX_SPLITS);
-    share.splits = (all + each - 1) / each;
+    // Their number only grows with the position: a split's part of a hop is either written in every layer, or was never.
+    share.splits = min(MAX_SPLITS, (all + BLOCKS_PER_SPLIT - 1) / BLOCKS_PER_SPLIT);
     share.head = sm % KV_HEADS;
     share.split = sm / KV_HEADS;
     share.active = share.split < share.splits;
-    share.first = share.split * each;
+    share.first = all * share.split / share.splits;
     share.tail = share.split == share.splits - 1;
-    share.blocks = (share.tail ? all - 1 : share.first + each) - share.first;
+    share.blocks = (share.tail ? all - 1 : all * (share.split + 1) / share.splits) - share.first;
     return share;
 }
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void rotary_table(const Context& c, int position) {
 
 // Receives the rows of this KV head: queries, and with the tail the new keys and values. Turns them, keeps the queries
 // and the tail in the arena and writes the new keys and values to the cache. A warp takes one row of HEAD_DIM.
-__device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& share, int layer, int position, u32 tag) {
+__device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& share, int layer, int position, Epoch epoch) {
     constexpr int HALF = HEAD_DIM / 2, PAIRS = HALF / 32;
     AttentionArena& arena = *reinterpret_cast<AttentionArena*>(c.arena);
     u16* const cache = c.p.kv + layer * c.p.kv_layer_stride + share.head * c.p.kv_head_stride;
@@ -71,7 +71,7 @@ __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& 
             for (int i = 0; i < PAIRS; i++) {
                 w[i][0] = load_word(words + c.lane + i * 32);
                 w[i][1] = load_word(words + c.lane + i * 32 + HALF);
-                ready &= fresh(w[i][0], tag) && fresh(w[i][1], tag);
+                ready &= fresh(w[i][0], epoch) && fresh(w[i][1], epoch);
             }
             if (__all_sync(ALL_LANES, ready)) break;
             watchdog.tick(WAIT_QKV);
@@ -200,13 +200,13 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
 }
 
 // This SM's part of one layer's attention, published as HEAD_DIM normalised sums, a maximum and a sum per query row.
-__device__ __forceinline__ void attention(Context& c, Profile& profile, int layer, int position, u32 tag) {
+__device__ __forceinline__ void attention(Context& c, Profile& profile, int layer, int position, Epoch epoch) {
     if (!c.s.share.active) return;
     c.forget();
     const KeyShare& share = c.s.share;
     AttentionArena& arena = *reinterpret_cast<AttentionArena*>(c.arena);
     c.sync();  // the arena may still hold sums that are being reduced
-    receive_heads(c, share, layer, position, tag);
+    receive_heads(c, share, layer, position, epoch);
     profile.stamp(4);
     c.sync();
     c.forget();
@@ -265,88 +265,161 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     c.sync();
     profile.stamp(5);
     c.forget();
-    // One warp merges 32 dimensions of one row over the warps that had keys.
+    // One warp merges one row over the warps that had keys.
     const int parts = min(KEY_WARPS, share.blocks + int(share.tail));
-    constexpr int SLICES = HEAD_DIM / 32;
-    for (int item = c.warp; item < QUERY_ROWS * SLICES; item += WARPS) {
-        const int row = item / SLICES, d = item % SLICES * 32 + c.lane;
+    for (int row = c.warp; row < QUERY_ROWS; row += WARPS) {
         const int first = row / 8 * KEY_WARPS, g = row % 8;
         const float2 own = c.lane < parts ? arena.weights[first + c.lane][g] : make_float2(NOTHING, 0.0f);
         // The published maximum must be exact, so it is one that a word can hold.
         const float largest = value_of(__float_as_uint(warp_max(own.x)));
         const float factor = own.y > 0.0f ? exp2_fast(own.x - largest) : 0.0f;
-        const float sum = warp_sum(factor * own.y);
-        float value = 0.0f;
-#pragma unroll 4
-        for (int w = 0; w < parts; w++) value += __shfl_sync(ALL_LANES, factor, w) * arena.sums[first + w][g][d];
+        const float sum = warp_sum(factor * own.y), scale = sum > 0.0f ? 1.0f / sum : 0.0f;
         const int column = row / GROUP_HEADS, head = share.head * GROUP_HEADS + row % GROUP_HEADS;
         const int at = (column * HEADS + head) * MAX_SPLITS + share.split;
-        store_word(c.p.scratch + HOP_ATTENTION + at * HEAD_DIM + d, word(sum > 0.0f ? value / sum : 0.0f, tag));
-        if (item % SLICES == SLICES - 1 && c.lane < 2)
-            store_word(c.p.scratch + HOP_WEIGHTS + at * 2 + c.lane, word(c.lane ? sum : largest, tag));
+        float value[HEAD_DIM / 32] = {};
+#pragma unroll 4
+        for (int w = 0; w < parts; w++) {
+            const float f = __shfl_sync(ALL_LANES, factor, w);
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 32; i++) value[i] += f * arena.sums[first + w][g][i * 32 + c.lane];
+        }
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; i++) {
+            u32* const packets = c.p.scratch + HOP_ATTENTION + (at * HEAD_DIM + i * 32 + c.lane - c.lane % PACKET) / 2;
+            publish<1>(packets, value[i] * scale, epoch, c.lane, true);
+        }
+        if (c.lane < 2) store_word(c.p.scratch + HOP_WEIGHTS + at * 2 + c.lane, word(c.lane ? sum : largest, epoch));
     }
     c.sync();  // the arena belongs to the next phase's activations
     profile.stamp(6);
 }
 
+// A packet's field as a float, in steps of the packet's unit. The mantissa of 2^23 + (field + 2^15) is the field with its
+// top bit flipped: cheaper than the conversion, which runs at a quarter of the rate.
+__device__ __forceinline__ float field(u32 flipped, int half) {
+    return __uint_as_float(__byte_perm(flipped, 0x4b000000u, half ? 0x7432 : 0x7410)) - 8421376.0f;
+}
+
 // Stages the input of the output projection: the splits' partial results, weighted and summed.
 template <class P>
-__device__ __forceinline__ void stage_attention(const Context& c, int splits, u32 tag) {
+struct AttentionInput {
     using I = Items<P>;
-    constexpr int LANE = I::LANE, AT_ONCE = 4;
-    static_assert(MAX_SPLITS <= 16 && 16 * LANE <= HEAD_DIM, "16 lanes share a head, and hold its splits' weights");
-    const bool wanted = c.lane % 16 < splits;
-    // Two items at once, where a warp has two, made the phase slower (H200: 983 against 944 us a token).
-#pragma unroll 1
-    for (int item = c.warp; item < I::ALL; item += WARPS) {
-        const int column = item / P::X_GROUPS, group = item % P::X_GROUPS, k = group * P::X_GROUP + c.lane * LANE;
-        const int at = (column * HEADS + k / HEAD_DIM) * MAX_SPLITS;
-        // Lane l polls the weight of split l % 16 of its own head: few bytes, because the wait is long.
-        const u32* const weights = c.p.scratch + HOP_WEIGHTS + (at + c.lane % 16) * 2;
-        uint2 weight;
+    static constexpr int LANES = HEAD_DIM / PACKET;          // that share a head
+    static constexpr int OWN = LANES < 16 ? 16 / LANES : 1;  // splits whose weights a lane holds: l % LANES + i * LANES
+    static constexpr int AT_ONCE = 4;                        // splits
+    static_assert(MAX_SPLITS <= 16 && LANES <= 32, "a head's lanes hold its splits' weights");
+
+    const Context& c;
+    const int splits;
+    const Epoch epoch;
+    const u32 *weights, *packets;  // of the lane's head and channels in the item at hand
+    uint2 weight[OWN];
+    uint4 w[AT_ONCE];
+
+    __device__ __forceinline__ AttentionInput(const Context& c, int splits, Epoch epoch)
+        : c(c), splits(splits), epoch(epoch) {}
+
+    __device__ __forceinline__ void go_to(int item) {
+        const int k = min(item % I::PER_COLUMN * ITEM + c.lane * PACKET, P::K - PACKET);
+        const int at = (item / I::PER_COLUMN * HEADS + k / HEAD_DIM) * MAX_SPLITS;
+        weights = c.p.scratch + HOP_WEIGHTS + at * 2;
+        packets = c.p.scratch + HOP_ATTENTION + (at * HEAD_DIM + k % HEAD_DIM) / 2;
+    }
+    __device__ __forceinline__ void load_weights() {
+#pragma unroll
+        for (int i = 0; i < OWN; i++)
+            if (i * LANES < splits) weight[i] = load_words2(weights + min(c.lane % LANES + i * LANES, splits - 1) * 2);
+    }
+    __device__ __forceinline__ void load_packets(int first) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) w[i] = load_words4(packets + min(first + i, splits - 1) * (HEAD_DIM / 2));
+    }
+    __device__ __forceinline__ void await_weights() {
         Watchdog watchdog;
         while (true) {
-            weight = load_words2(weights);
-            if (__all_sync(ALL_LANES, !wanted || (fresh(weight.x, tag) && fresh(weight.y, tag)))) break;
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < OWN; i++)
+                if (i * LANES < splits) ready &= fresh(weight[i].x, epoch) && fresh(weight[i].y, epoch);
+            if (__all_sync(ALL_LANES, ready)) return;
+            load_weights();
             watchdog.tick(WAIT_ATTENTION);
         }
-        const u32* const values = c.p.scratch + HOP_ATTENTION + at * HEAD_DIM + k % HEAD_DIM;
-        float factor = 0.0f, v[LANE] = {};
-#pragma unroll 1
-        for (int s = 0; s < splits; s += AT_ONCE) {
-            u32 w[AT_ONCE][LANE];
+    }
+    __device__ __forceinline__ void await_packets(int first) {
+        Watchdog watchdog;
+        while (true) {
+            bool ready = true;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) load_lane_words(w[i], values + min(s + i, splits - 1) * HEAD_DIM);
-            if (s == 0) {  // while the values are on their way
-                const float sum = value_of(weight.y), own = wanted && sum > 0.0f ? value_of(weight.x) : NOTHING;
-                float largest = own;
+            for (int i = 0; i < AT_ONCE; i++) ready &= fresh(w[i], epoch);
+            if (__all_sync(ALL_LANES, ready)) return;
+            load_packets(first);
+            watchdog.tick(WAIT_ATTENTION);
+        }
+    }
+    // Each split's share of the softmax: its sum times 2^(its maximum - the largest), over all of that.
+    __device__ __forceinline__ void factors(float (&factor)[OWN]) const {
+        float largest = NOTHING, all = 0.0f;
 #pragma unroll
-                for (int o = 8; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, o));
-                factor = own == NOTHING ? 0.0f : exp2_fast(own - largest) * sum;
-                float all = factor;
+        for (int i = 0; i < OWN; i++) {
+            const bool has = c.lane % LANES + i * LANES < splits && value_of(weight[i].y) > 0.0f;
+            factor[i] = has ? value_of(weight[i].x) : NOTHING;
+            largest = fmaxf(largest, factor[i]);
+        }
 #pragma unroll
-                for (int o = 8; o; o >>= 1) all += __shfl_xor_sync(ALL_LANES, all, o);
-                factor = __fdividef(factor, all);
-            }
-            while (true) {
-                bool ready = true;
+        for (int o = LANES / 2; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, o));
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++)
+        for (int i = 0; i < OWN; i++) {
+            factor[i] = factor[i] == NOTHING ? 0.0f : exp2_fast(factor[i] - largest) * value_of(weight[i].y);
+            all += factor[i];
+        }
 #pragma unroll
-                    for (int e = 0; e < LANE; e++) ready &= fresh(w[i][e], tag);
-                if (__all_sync(ALL_LANES, ready)) break;
+        for (int o = LANES / 2; o; o >>= 1) all += __shfl_xor_sync(ALL_LANES, all, o);
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) load_lane_words(w[i], values + min(s + i, splits - 1) * HEAD_DIM);
-                watchdog.tick(WAIT_ATTENTION);
-            }
+        for (int i = 0; i < OWN; i++) factor[i] = __fdividef(factor[i], all);
+    }
+    __device__ __forceinline__ void add(float (&v)[PACKET], const float (&factor)[OWN], int first) const {
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const float f = __shfl_sync(ALL_LANES, factor, (c.lane & 16) + min(s + i, 15));
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int split = first + i, from = c.lane / LANES * LANES + split % LANES;
+            const float f = __shfl_sync(ALL_LANES, OWN > 1 && split >= LANES ? factor[OWN - 1] : factor[0], from);
+            if (split >= splits) continue;
+            const float g = f * unit_of(exponent_of(w[i]));
+            const u32 words[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
 #pragma unroll
-                for (int e = 0; e < LANE; e++)
-                    if (s + i < splits) v[e] += f * value_of(w[i][e]);
+            for (int e = 0; e < 4; e++) {
+                const u32 flipped = (words[e] & MANTISSAS) ^ 0x80008000u;
+                v[2 * e] += g * field(flipped, 0);
+                v[2 * e + 1] += g * field(flipped, 1);
             }
         }
-        put<P>(c, v, column, group);
     }
-}
+    __device__ __forceinline__ void stage() {
+        if (c.warp >= I::ALL) return;
+        go_to(c.warp);
+        load_weights();  // few bytes to poll, because the wait is long
+        await_weights();
+        load_packets(0);
+#pragma unroll 1
+        for (int item = c.warp; item < I::ALL; item += WARPS) {
+            float factor[OWN], v[PACKET] = {};
+            factors(factor);  // while the values are on their way
+            await_packets(0);
+            add(v, factor, 0);
+#pragma unroll 1
+            for (int s = AT_ONCE; s < splits; s += AT_ONCE) {
+                load_packets(s);
+                await_packets(s);
+                add(v, factor, s);
+            }
+            if (item + WARPS < I::ALL) {  // on their way while this item is put
+                go_to(item + WARPS);
+                load_weights();
+                load_packets(0);
+            }
+            const int within = item % I::PER_COLUMN;
+            put_values<P>(c, v, within * ITEM + c.lane * PACKET < P::K, item / I::PER_COLUMN, within);
+            if (item + WARPS < I::ALL) await_weights();
+        }
+    }
+};

@@ -127,7 +127,7 @@ def main() -> None:
                 median = statistics.median(times)
                 base = base or median
                 total = weights + kv_bytes(dims, context)
-                report, plan = kernel.report(columns)
+                plan, (registers, spills) = kernel.compile(columns), kernel.registers(columns) or (None, None)
                 row = {
                     "model": options.model,
                     "variant": variant,
@@ -138,8 +138,8 @@ def main() -> None:
                     "weight_bytes": weights,
                     "kv_bytes": kv_bytes(dims, context),
                     "peak_bytes_per_second": peak,
-                    "registers": report.registers,
-                    "spills": report.spills,
+                    "registers": registers,
+                    "spills": spills,
                     "stages": plan.constants["STAGES"],
                     "load_seconds": load_seconds,
                 }
@@ -147,8 +147,8 @@ def main() -> None:
                 print(
                     f"{options.model} ctx {context} M={columns} {variant or 'default'}: {median * 1e6:.1f} us "
                     f"({min(times) * 1e6:.1f}..{max(times) * 1e6:.1f}) {1 / median:.0f} steps/s, {total / 1e9:.3f} GB, "
-                    f"MBU {total / median / peak:.1%}, x{median / base:.2f}, {report.registers} registers, "
-                    f"{report.spills} B spilled, {plan.constants['STAGES']} stages",
+                    f"MBU {total / median / peak:.1%}, x{median / base:.2f}, {registers} registers, "
+                    f"{spills} B spilled, {plan.constants['STAGES']} stages",
                     flush=True,
                 )
                 if options.profile:
@@ -160,7 +160,7 @@ def main() -> None:
                         figures = " ".join(f"{v * clock / per:6.2f}" for v in (mean, least, most))
                         print(f"    {name:24s} {figures}")
                     layer = sum(
-                        kernel.profile()[n][0] for n in PROFILE_NAMES.values() if not n.startswith(("head", "choose"))
+                        kernel.profile()[n][0] for n in PROFILE_NAMES.values() if not n.startswith(("head", "choose", "producer"))
                     )
                     print(f"    {'layer':24s} {layer * clock / passes / dims.layers:6.2f}")
         kernel.close()

@@ -2,6 +2,8 @@
 #pragma once
 #include "ring.cuh"
 
+constexpr int PROFILE_SLOTS = 32;
+
 enum Mode { STEP = 0, GREEDY = 1, SAMPLE = 2 };  // STEP: logits only, one pass
 
 struct SmTiles {  // one row per SM; mirrored by loading.py
@@ -66,12 +68,18 @@ struct KeyShare {
     int tail, active;
 };
 
+constexpr int SQUARE_ITEMS = (HIDDEN + 255) / 256;
+static_assert(SQUARE_ITEMS <= 32, "a warp adds them up");
+enum NormedPhase { NORM_QKV, NORM_GATE_UP, NORM_HEAD, NORMED_PHASES };
+
 struct Shared {
     RingBarriers ring;
     SmTiles tiles;
     alignas(16) GroupOfX x[PADDED_TOKENS][MOST_GROUPS];  // by the weights' scale groups
     KeyShare share;
-    float squares[COLUMNS][HIDDEN / Qkv::X_GROUP];
+    float squares[COLUMNS][SQUARE_ITEMS];  // of the embedding
+    float factor[2][NORMED_PHASES][COLUMNS];  // RMSNorm's, by the layer's parity: a slow warp may still read the last
+    float norm_weight[2][RESIDUAL_TILES * TILE_ROWS];  // of the owned rows, for what reads them after o, after down
     float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
     float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];
     u64 best[WARPS];
@@ -79,9 +87,16 @@ struct Shared {
     u64 histogram[256];
     u32 count[WARPS];
     int scratch[2];
+    int window;  // the producer's
+#ifdef PROFILE
+    u32 profile[PROFILE_SLOTS];
+#else
+    u32* profile;
+#endif
     float top;
     int token;
-    int stop;
+    int asked_to_end;  // by the host, before this token
+    int stop;          // the producer, after it
     u32 stop_asked;
     u32 seen[SEEN_ROWS];  // how often the penalty's window holds each id of this SM's rows of the head
 };
@@ -107,26 +122,34 @@ struct Context {
 
     __device__ __forceinline__ float* part() const { return reinterpret_cast<float*>(arena + X_BYTES); }
     __device__ __forceinline__ void sync() const { sync_consumers(); }
+    // The copy of the hops' buffers that this SM reads.
+    __device__ __forceinline__ const u32* copy() const { return p.scratch + sm % HOP_COPIES * HOP_COPY; }
+    // How many stages the producer may have in flight from here on.
+    __device__ __forceinline__ void allow(int stages) const {
+        if (lane == 0) *static_cast<volatile int*>(&s.window) = stages;
+    }
 };
 
 #ifdef PROFILE
-constexpr int PROFILE_SLOTS = 32;
-// Adds the clocks since the last stamp to `slot`; first thread of the SM only, so the shares of one warp.
+// Adds the clocks since the last stamp to `slot`; first thread of the SM only, so the shares of one warp. In shared memory:
+// in registers the sums would be spilled, and the profile be of another kernel.
 struct Profile {
-    long long total[PROFILE_SLOTS];
-    long long last;
-    __device__ __forceinline__ Profile() {
-        for (int i = 0; i < PROFILE_SLOTS; i++) total[i] = 0;
-        last = clock64();
+    u32* total;
+    u32 last;
+    __device__ __forceinline__ explicit Profile(u32* total) : total(total), last(u32(clock64())) {
+        if (threadIdx.x == 0)
+            for (int i = 0; i < PROFILE_SLOTS; i++) total[i] = 0;
     }
     __device__ __forceinline__ void stamp(int slot) {
-        const long long now = clock64();
+        if (threadIdx.x != 0) return;
+        const u32 now = u32(clock64());
         total[slot] += now - last;
         last = now;
     }
 };
 #else
 struct Profile {
+    __device__ __forceinline__ explicit Profile(u32*) {}
     __device__ __forceinline__ void stamp(int) {}
 };
 #endif

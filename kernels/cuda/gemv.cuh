@@ -217,18 +217,6 @@ __device__ __forceinline__ float2 tile_sums(const float* part, int tiles, int ti
     return sum;
 }
 
-// RMSNorm's factor of one column from the squares that staging left (Zhang and Sennrich, 2019).
-__device__ __forceinline__ float inverse_rms(const Context& c, int column) {
-    constexpr int GROUPS = HIDDEN / Qkv::X_GROUP;
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < (GROUPS + 3) / 4; i++)
-        if (i * 4 + c.lane % 4 < GROUPS) sum += c.s.squares[column][i * 4 + c.lane % 4];
-    sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-    sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-    return rsqrtf(sum * (1.0f / HIDDEN) + RMS_EPS);
-}
-
 // A whole phase: `stage(piece)` puts x into shared memory, the tiles are multiplied, and `finish(tile, column, sums)` is
 // called by one warp for each tile and column, with the rows' sums as tile_sums returns them. `meanwhile` is called by
 // every warp when its share is multiplied. An SM without tiles does
@@ -250,9 +238,11 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             c.sync();
             profile.stamp(slot + 1);
             c.forget();
+            c.allow(P::WINDOW);
 #pragma unroll 1
             for (int i = 0; i < CHUNKS_PER_PIECE; i++)
                 multiply_tiles<P>(c, tiles, piece * CHUNKS_PER_PIECE + i, i * P::CHUNK_BLOCKS, part);
+            c.allow(LAYER_WINDOW);  // whoever is done first knows that the next hop is near
             profile.stamp(slot + 2);
             meanwhile();
             c.sync();
@@ -267,11 +257,13 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
         c.sync();
         profile.stamp(slot + 1);
         meanwhile();
+        c.allow(P::WINDOW);
         // Two buffers of sums: while some warps finish a batch, the others multiply the next one.
 #pragma unroll 1
         for (int first = 0, batch = 0; first < tiles; first += P::BATCH, batch ^= 1) {
             const int n = min(P::BATCH, tiles - first);
             multiply_tiles<P>(c, n, 0, 0, part + batch * BUFFER);
+            if (first + P::BATCH >= tiles) c.allow(LAYER_WINDOW);
             c.sync();
             for (int item = c.warp; item < n * COLUMNS; item += WARPS)
                 finish(first + item / COLUMNS, item % COLUMNS,

@@ -46,15 +46,20 @@ struct Window {
 };
 
 // Logits of this SM's rows. Returns the thread's best candidate.
-__device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 tag, const float* norm, float* feature) {
+__device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 layers) {
     u64 best = 0;
+    const Epoch epoch(layers);
+    float* const factor = c.s.factor[layers & 1][NORM_HEAD];
+    const u32* const hop = c.copy();
     run_phase<Head>(
         c, profile, 20, [] {},
-        [&](int) { stage_words<Head, true>(c, c.p.scratch + HOP_HIDDEN, tag, norm, 0, feature, WAIT_HIDDEN); },
+        [&](int) {
+            stage_packets<Head, true>(c, hop + HOP_HIDDEN, hop + HOP_HIDDEN_SQUARES, factor, epoch, 0, WAIT_HIDDEN);
+        },
         [&](int tile, int column, float2 sums) {
             const int row_in_sm = tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8;
             const int row = c.tiles.first[Head::INDEX] * TILE_ROWS + row_in_sm;
-            float logit = (c.lane & 1 ? sums.y : sums.x) * inverse_rms(c, column) * (1.0f / LOGITS_SCALING);
+            float logit = (c.lane & 1 ? sums.y : sums.x) * factor[column] * (1.0f / LOGITS_SCALING);
             if (c.lane & 2 || row >= VOCAB) return;
             if (c.p.mode != STEP) {
                 if (c.p.repeat_penalty != 1.0f && c.s.seen[row_in_sm])
@@ -96,7 +101,7 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
             __threadfence();
             c.s.token = candidate_id(largest);
             c.s.top = from_ordered(u32(largest >> 32));
-            c.s.stop = stop != 0;
+            c.s.asked_to_end = stop != 0;
         }
     }
     c.sync();
@@ -115,7 +120,7 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
         c.sync();
     }
     const int token = c.s.token;
-    last = c.s.stop || index + 1 >= p.max_tokens;
+    last = c.s.asked_to_end || index + 1 >= p.max_tokens;
     for (int i = 0; i < p.stop_count; i++) last |= __ldg(p.stop_ids + i) == token;
     if (threadIdx.x == 0) {
         if (p.repeat_penalty != 1.0f) Window::slide(c, index, token);

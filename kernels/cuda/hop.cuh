@@ -1,181 +1,273 @@
 // A hop: how activations go from the SMs that made them to all SMs.
 //
-// An activation is a 32-bit word with one writer: the upper 24 bits of a float, and the epoch (layers since the launch,
-// modulo 256) in the low 8 bits. Readers poll the words themselves, so a hop is one store and one load: no barrier, no
-// flag, no fence. A buffer is rewritten once a layer, and nobody can write epoch e + 1 before every SM has read epoch e,
-// because each SM's share of the phases in between waits for it.
+// Readers poll the activations themselves: what is written carries the epoch (layers since the launch) as a tag, so a hop
+// is one store and one load, with no barrier, flag or fence. A buffer is rewritten once a layer, and nobody can write
+// epoch e + 1 before every SM has read epoch e, because each SM's share of the phases in between waits for it.
 //
-// Received activations are staged for the integer tensor cores: in groups of X_GROUP channels, x = scale * (256 * high +
-// low) with 8-bit high and low, that is 16-bit fixed point; each part is one column of the product. bf16 matrices get
-// x = high + low in bf16.
+// Few values travel as words: the upper 24 bits of a float and 8 bits of tag. Many travel as packets, because every SM
+// reads all of them: eight channels that share an exponent, two to a word,
+//
+//     | mantissa of channel 2p + 1 : 14 | bits 2p, 2p + 1 of the exponent : 2 | mantissa of channel 2p : 14 | tag : 2 |
+//
+// so that each of the four words says itself whether it has come. Half the bytes of words, and what a reader does with
+// a value is integer arithmetic: a mantissa is aligned to the largest exponent of 256 channels by one multiplication.
+//
+// Staged for the integer tensor cores, x = unit * (256 * high + low) with 8-bit high and low, that is 16-bit fixed
+// point; each part is one column of the product. bf16 matrices get x = high + low in bf16.
 #pragma once
 #include "context.cuh"
 
-constexpr u32 TAG_MASK = 0xff;
-constexpr float FIXED_POINT = 32512.0f;  // 127 * 256: the high part stays within 8 bits after rounding
+struct Epoch {  // the tags of one layer; never zero, which is what memory holds that nobody has written yet
+    u32 word, packet;
+    __device__ __forceinline__ explicit Epoch(u32 layers) : word(1 + layers % 255), packet(1 + layers % 3) {}
+};
 
-__device__ __forceinline__ u32 word(float value, u32 tag) {
-    return ((__float_as_uint(value) + 0x80) & ~TAG_MASK) | (tag & TAG_MASK);
+// ---- words
+
+constexpr u32 TAG_MASK = 0xff;
+
+__device__ __forceinline__ u32 word(float value, Epoch epoch) {
+    return ((__float_as_uint(value) + 0x80) & ~TAG_MASK) | epoch.word;
 }
 
 __device__ __forceinline__ float value_of(u32 w) { return __uint_as_float(w & ~TAG_MASK); }
 
-__device__ __forceinline__ bool fresh(u32 w, u32 tag) {
+__device__ __forceinline__ bool fresh(u32 w, Epoch epoch) {
 #ifdef NO_WAIT
     return true;  // diagnostic: how long the work takes when nobody waits
 #else
-    return ((w ^ tag) & TAG_MASK) == 0;
+    return ((w ^ epoch.word) & TAG_MASK) == 0;
 #endif
 }
 
-template <int N>
-__device__ __forceinline__ void load_lane_words(u32 (&w)[N], const u32* p) {
-    if constexpr (N == 4) {
-        const uint4 v = load_words4(p);
-        w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-    } else {
-        const uint2 v = load_words2(p);
-        w[0] = v.x, w[1] = v.y;
-    }
+// ---- packets
+
+constexpr int PACKET = 8;          // channels
+constexpr int ITEM = PACKET * 32;  // channels that a warp stages at a time; they share the unit of fixed point
+constexpr u32 MANTISSAS = 0xfffcfffcu;
+constexpr u32 LEAST_EXPONENT = 21, NAN_EXPONENT = 255;  // below it, channels are zero
+
+__device__ __forceinline__ bool fresh(const uint4& p, Epoch epoch) {
+#ifdef NO_WAIT
+    return true;
+#else
+    return (((p.x ^ epoch.packet) | (p.y ^ epoch.packet) | (p.z ^ epoch.packet) | (p.w ^ epoch.packet)) & 3) == 0;
+#endif
 }
 
-template <int N>
-__device__ __forceinline__ void load_weights(float (&w)[N], const float* p) {
-    if constexpr (N == 4) {
-        const float4 v = __ldg(reinterpret_cast<const float4*>(p));
-        w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-    } else {
-        const float2 v = __ldg(reinterpret_cast<const float2*>(p));
-        w[0] = v.x, w[1] = v.y;
-    }
+__device__ __forceinline__ u32 exponent_of(const uint4& p) {
+    return (p.x >> 16 & 3) | (p.y >> 14 & 0xc) | (p.z >> 12 & 0x30) | (p.w >> 10 & 0xc0);
 }
 
-// Puts one group of one column into shared memory; v: the lane's consecutive channels of the group.
-template <class P, int N>
-__device__ __forceinline__ void put(const Context& c, const float (&v)[N], int column, int group) {
-    static_assert(N * 32 == P::X_GROUP, "a warp stages a group");
-    const int within = c.lane * N, k = within % 64, block = group * (P::X_GROUP / 64) + within / 64;
-    // A block's 64 channels lie as 16-byte rows, one for each operand register of the product: four channels (two in
-    // bf16) of each of the lanes t = 0 .. 3, which own channels 8t .. 8t + 7 of the first 32 and of the rest.
-    const int t = k / 8 % 4, half = k / 32;
-    u8* const high = c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK + t * 4;
-    if constexpr (P::FORMAT == BF16) {
-#pragma unroll
-        for (int i = 0; i < N; i += 2) {
-            u8* const at = high + (half * 4 + k % 8 / 2 + i / 2) * 16;
-            const u32 h = to_bf16x2(v[i], v[i + 1]);
-            const u32 l = to_bf16x2(v[i] - from_bf16(h & 0xffff), v[i + 1] - __uint_as_float(h & 0xffff0000));
-            *reinterpret_cast<u32*>(at) = h;
-            *reinterpret_cast<u32*>(at + P::X_STRIDE) = l;
-        }
-    } else {
-        u8* const at = high + (half * 2 + k / 4 % 2) * 16 + k % 4;
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < N; i++) largest = fmaxf(largest, fabsf(v[i]));
-        largest = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(largest)));
-        const float to_fixed = largest > 0.0f ? __fdividef(FIXED_POINT, largest) : 0.0f;
-        int fixed[N], sum = 0;
-        u32 h = 0, l = 0;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            fixed[i] = __float2int_rn(v[i] * to_fixed);
-            sum += fixed[i];
-        }
-        if constexpr (N == 4) {
-            // (x + 128) >> 8 is bits 8..15 of x + 128; the low part x - 256 * high is the low byte of x, as a signed byte.
-            const u32 a = __byte_perm(fixed[0] + 128, fixed[1] + 128, 0x0051), b = __byte_perm(fixed[2] + 128, fixed[3] + 128, 0x0051);
-            h = __byte_perm(a, b, 0x5410);
-            const u32 e = __byte_perm(fixed[0], fixed[1], 0x0040), f = __byte_perm(fixed[2], fixed[3], 0x0040);
-            l = __byte_perm(e, f, 0x5410);
-            *reinterpret_cast<u32*>(at) = h;
-            *reinterpret_cast<u32*>(at + P::X_STRIDE) = l;
-        } else {
-            *reinterpret_cast<u16*>(at) = u16(__byte_perm(fixed[0] + 128, fixed[1] + 128, 0x0051));
-            *reinterpret_cast<u16*>(at + P::X_STRIDE) = u16(__byte_perm(fixed[0], fixed[1], 0x0040));
-        }
-        constexpr int LANES = P::GROUP / N;  // lanes that share a scale group of the weights
-        if constexpr (P::IS_INT4) {          // its zero point meets x as a sum
-            if constexpr (LANES == 32) {
-                sum = __reduce_add_sync(ALL_LANES, sum);
-            } else {
-#pragma unroll
-                for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, o);
-            }
-            if constexpr (P::FORMAT == INT4) sum *= -8;
-        }
-        if (c.lane % LANES == 0)
-            c.s.x[column][group * (32 / LANES) + c.lane / LANES] = GroupOfX{largest * (1.0f / FIXED_POINT), sum};
-    }
+// The exponent under which a largest magnitude (its bits, so that NaN is the largest of all) has a mantissa of at most
+// 8159: as 16-bit fixed point, 4 * 8159 still rounds to a high part of 127.
+__device__ __forceinline__ u32 exponent_for(u32 largest) {
+    return __float_as_uint(__uint_as_float(largest) * (8192.0f / 8159.0f)) >> 23;
 }
 
-// How a phase's input is spread over the warps: items are (column, group) pairs, warp w takes w, w + WARPS, ...
+__device__ __forceinline__ float power_of_two(u32 exponent) { return __uint_as_float(exponent << 23); }
+
+// What one step of 16-bit fixed point is worth.
+__device__ __forceinline__ float unit_of(u32 exponent) {
+    if (exponent == NAN_EXPONENT) return __uint_as_float(0x7fc00000u);  // what broke elsewhere must show
+    return exponent < LEAST_EXPONENT ? 0.0f : power_of_two(exponent - 14);
+}
+__device__ __forceinline__ float units_in_one(u32 exponent) {
+    return exponent < LEAST_EXPONENT || exponent == NAN_EXPONENT ? 0.0f : power_of_two(268 - exponent);
+}
+
+// Publishes eight channels that lie in lanes STEP apart: channel i in the lane whose bits of STEP, 2 STEP and 4 STEP are i.
+// All lanes take part; `packet` is the lane's own.
+template <int STEP>
+__device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, int lane, bool store) {
+    u32 largest = __float_as_uint(fabsf(value));
+#pragma unroll
+    for (int o = STEP; o <= 4 * STEP; o <<= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, o));
+    const u32 exponent = exponent_for(largest);
+    const int mantissa = __float2int_rn(value * (0.25f * units_in_one(exponent)));
+    const int next = __shfl_xor_sync(ALL_LANES, mantissa, STEP);
+    const int channel = lane / STEP % PACKET;
+    if (store && channel % 2 == 0)
+        store_word(packet + channel / 2, u32(next) << 18 | (exponent >> channel & 3) << 16 |
+                                             (u32(mantissa) & 0x3fff) << 2 | epoch.packet);
+}
+
+// ---- staging: x into shared memory
+
 template <class P>
-struct Items {
-    static constexpr int ALL = COLUMNS * P::X_GROUPS;
+struct Items {  // (column, 256 channels) pairs; warp w takes w, w + WARPS, ...
+    static constexpr int PER_COLUMN = (P::STAGED_K + ITEM - 1) / ITEM;
+    static constexpr int ALL = COLUMNS * PER_COLUMN;
     static constexpr int ROUNDS = (ALL + WARPS - 1) / WARPS;
-    static constexpr int AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;  // loads in flight a warp
-    static constexpr int LANE = P::X_GROUP / 32;             // channels of one lane
+    static constexpr int AT_ONCE = ROUNDS < STAGE_LOADS ? ROUNDS : STAGE_LOADS;  // loads in flight a warp
 };
 
-// Stages words [column][K] of one hop. With a norm weight, x is multiplied by it and the squares are summed: RMSNorm's
-// scale itself is applied to the product, so that nobody waits for the sum. feature: where to copy x, or null.
+// Where a lane's eight channels of an item lie: a block's 64 channels are 16-byte rows, one for each operand register of
+// the product: four channels (two in bf16) of each of the lanes t = 0 .. 3, which own channels 8t .. 8t + 7 of each half.
+template <class P>
+__device__ __forceinline__ u8* staged(const Context& c, int column, int item) {
+    const int block = item * (ITEM / 64) + c.lane / 8;
+    return c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK + c.lane / 4 % 2 * (P::X_BLOCK / 2) + c.lane % 4 * 4;
+}
+
+// fixed: a lane's channels as (x + 128) << 16, so that byte 3 is the high part and byte 2 the low one, its top bit flipped.
+template <class P>
+__device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)[PACKET], u32 exponent, bool inside,
+                                            int column, int item) {
+    u8* const at = staged<P>(c, column, item);
+    int highs = 0, lows = 0;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int* const f = fixed + 4 * e;
+        const u32 high = __byte_perm(__byte_perm(f[0], f[1], 0x0073), __byte_perm(f[2], f[3], 0x0073), 0x5410);
+        const u32 low = __byte_perm(__byte_perm(f[0], f[1], 0x0062), __byte_perm(f[2], f[3], 0x0062), 0x5410) ^ 0x80808080u;
+        if (inside) {
+            *reinterpret_cast<u32*>(at + e * 16) = high;
+            *reinterpret_cast<u32*>(at + e * 16 + P::X_STRIDE) = low;
+        }
+        highs = __dp4a(int(high), 0x01010101, highs);
+        lows = __dp4a(int(low), 0x01010101, lows);
+    }
+    int sum = 0;
+    constexpr int LANES = P::GROUP / PACKET;  // lanes that share a scale group of the weights
+    if constexpr (P::IS_INT4) {               // its zero point meets x as a sum
+        sum = 256 * highs + lows;
+#pragma unroll
+        for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, o);
+        if constexpr (P::FORMAT == INT4) sum *= -8;
+    }
+    if (inside && c.lane % LANES == 0)
+        c.s.x[column][item * (ITEM / P::GROUP) + c.lane / LANES] = GroupOfX{unit_of(exponent), sum};
+}
+
+template <class P>
+__device__ __forceinline__ void store_bf16(const Context& c, const float (&v)[PACKET], bool inside, int column, int item) {
+    u8* const at = staged<P>(c, column, item);
+    if (!inside) return;
+#pragma unroll
+    for (int i = 0; i < PACKET; i += 2) {
+        const u32 h = to_bf16x2(v[i], v[i + 1]);
+        const u32 l = to_bf16x2(v[i] - from_bf16(h & 0xffff), v[i + 1] - __uint_as_float(h & 0xffff0000));
+        *reinterpret_cast<u32*>(at + i * 8) = h;
+        *reinterpret_cast<u32*>(at + i * 8 + P::X_STRIDE) = l;
+    }
+}
+
+// Puts an item of floats into shared memory, eight consecutive channels a lane; lanes that are not inside have none.
+template <class P>
+__device__ __forceinline__ void put_values(const Context& c, const float (&v)[PACKET], bool inside, int column, int item) {
+    if constexpr (P::FORMAT == BF16) {
+        store_bf16<P>(c, v, inside, column, item);
+    } else {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < PACKET; i++) largest = max(largest, __float_as_uint(fabsf(v[i])));
+        const u32 exponent = exponent_for(__reduce_max_sync(ALL_LANES, inside ? largest : 0u));
+        const float scale = units_in_one(exponent);
+        int fixed[PACKET];
+#pragma unroll
+        for (int i = 0; i < PACKET; i++) fixed[i] = __float2int_rn(v[i] * scale) * 65536 + 0x800000;
+        store_fixed<P>(c, fixed, exponent, inside, column, item);
+    }
+}
+
+// The same, from packets.
+template <class P>
+__device__ __forceinline__ void put_packet(const Context& c, const uint4& packet, bool inside, int column, int item) {
+    const u32 words[4] = {packet.x & MANTISSAS, packet.y & MANTISSAS, packet.z & MANTISSAS, packet.w & MANTISSAS};
+    const u32 own = inside ? exponent_of(packet) : 0;
+    if constexpr (P::FORMAT == BF16) {
+        const float unit = unit_of(own);
+        float v[PACKET];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[2 * i] = float(int(short(words[i]))) * unit;
+            v[2 * i + 1] = float(int(words[i]) >> 16) * unit;
+        }
+        store_bf16<P>(c, v, inside, column, item);
+    } else {
+        const u32 exponent = __reduce_max_sync(ALL_LANES, own);
+        const int factor = int(65536u >> min(exponent - own, 31u));
+        int fixed[PACKET];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // 0x8000 rounds
+            fixed[2 * i] = int(short(words[i])) * factor + 0x808000;
+            fixed[2 * i + 1] = (int(words[i]) >> 16) * factor + 0x808000;
+        }
+        store_fixed<P>(c, fixed, exponent, inside, column, item);
+    }
+}
+
+// RMSNorm's factor from the mean square (Zhang and Sennrich, 2019).
+__device__ __forceinline__ float inverse_rms(float squares) { return rsqrtf(squares * (1.0f / HIDDEN) + RMS_EPS); }
+
+// Stages one hop's packets [column][K / 8]. With NORM, squares are words [column][HIDDEN / 16] of the same hop, and RMSNorm's
+// factors come to factors[column]. The norm's weights are in the packets already, and its factor meets the products, so
+// that nobody waits for the sum.
 template <class P, bool NORM>
-__device__ __forceinline__ void stage_words(const Context& c, const u32* words, u32 tag, const float* norm, int piece,
-                                            float* feature, Wait where) {
+__device__ __forceinline__ void stage_packets(const Context& c, const u32* packets, const u32* squares, float* factors,
+                                              Epoch epoch, int piece, Wait where) {
     using I = Items<P>;
+    constexpr int SQUARES = (HIDDEN / TILE_ROWS + 31) / 32;  // words of one lane
+    const int norm_column = NORM ? WARPS - 1 - c.warp : COLUMNS;  // the last warps have the least to stage
+    const auto square_word = [&](int i) {
+        return squares + norm_column * (HIDDEN / TILE_ROWS) + min(c.lane + 32 * i, HIDDEN / TILE_ROWS - 1);
+    };
+    u32 square[SQUARES];
+    if (norm_column < COLUMNS)
+#pragma unroll
+        for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
 #pragma unroll 1
-    for (int round = 0; round < I::ROUNDS; round += I::AT_ONCE) {
-        u32 w[I::AT_ONCE][I::LANE];
-        float weight[I::AT_ONCE][I::LANE];
-        const u32* source[I::AT_ONCE];
-        int item[I::AT_ONCE];
+    for (int first = c.warp; first < I::ALL; first += I::AT_ONCE * WARPS) {
+        uint4 w[I::AT_ONCE];
+        u32 at[I::AT_ONCE];
 #pragma unroll
         for (int i = 0; i < I::AT_ONCE; i++) {
-            item[i] = c.warp + (round + i) * WARPS;
-            const int safe = min(item[i], I::ALL - 1), column = safe / P::X_GROUPS, group = safe % P::X_GROUPS;
-            const int k = group * P::X_GROUP + c.lane * I::LANE;
-            source[i] = words + column * P::K + piece * P::STAGED_K + k;
-            if constexpr (NORM) load_weights(weight[i], norm + k);
+            const int item = first + i * WARPS;
+            const int k = min(item % I::PER_COLUMN * ITEM + c.lane * PACKET, P::STAGED_K - PACKET);
+            at[i] = (item / I::PER_COLUMN * P::K + piece * P::STAGED_K + k) / 2;
+            if (item < I::ALL) w[i] = load_words4(packets + at[i]);
         }
         Watchdog watchdog;
         while (true) {
             bool ready = true;
 #pragma unroll
             for (int i = 0; i < I::AT_ONCE; i++)
-                if (i == 0 || item[i] < I::ALL) load_lane_words(w[i], source[i]);
+                if (first + i * WARPS < I::ALL) ready &= fresh(w[i], epoch);
+            if (__all_sync(ALL_LANES, ready)) break;
 #pragma unroll
             for (int i = 0; i < I::AT_ONCE; i++)
-                if (i == 0 || item[i] < I::ALL)
-#pragma unroll
-                    for (int e = 0; e < I::LANE; e++) ready &= fresh(w[i][e], tag);
-            if (__all_sync(ALL_LANES, ready)) break;
+                if (first + i * WARPS < I::ALL) w[i] = load_words4(packets + at[i]);
             watchdog.tick(where);
         }
 #pragma unroll
         for (int i = 0; i < I::AT_ONCE; i++) {
-            if (item[i] >= I::ALL) break;
-            const int column = item[i] / P::X_GROUPS, group = item[i] % P::X_GROUPS;
-            float v[I::LANE], squares = 0.0f;
-#pragma unroll
-            for (int e = 0; e < I::LANE; e++) {
-                v[e] = value_of(w[i][e]);
-                if constexpr (NORM) {
-                    if (feature) feature[column * P::K + group * P::X_GROUP + c.lane * I::LANE + e] = v[e];
-                    squares += v[e] * v[e];
-                    v[e] *= weight[i][e];
-                }
-            }
-            put<P>(c, v, column, group);
-            if constexpr (NORM) {
-                squares = warp_sum(squares);
-                if (c.lane == 0) c.s.squares[column][group] = squares;
-            }
+            const int item = first + i * WARPS, within = item % I::PER_COLUMN;
+            if (item >= I::ALL) break;
+            put_packet<P>(c, w[i], within * ITEM + c.lane * PACKET < P::STAGED_K, item / I::PER_COLUMN, within);
         }
+    }
+    if (norm_column < COLUMNS) {
+        Watchdog watchdog;
+        while (true) {
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < SQUARES; i++) ready &= fresh(square[i], epoch);
+            if (__all_sync(ALL_LANES, ready)) break;
+#pragma unroll
+            for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
+            watchdog.tick(where);
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SQUARES; i++)
+            if (c.lane + 32 * i < HIDDEN / TILE_ROWS) sum += value_of(square[i]);
+        sum = warp_sum(sum);
+        if (c.lane == 0) factors[norm_column] = inverse_rms(sum);
     }
 }
 
-// N (1, 2 or 4; k a multiple of N) consecutive channels of a token's embedding, from the matrix as it is packed.
+// N (1, 2, 4 or 8; k a multiple of N) consecutive channels of a token's embedding, from the matrix as it is packed.
 template <int N>
 __device__ __forceinline__ void embedding(const Parameters& p, int token, int k, float (&v)[N]) {
     const size_t at = size_t(token) * HIDDEN + k;
@@ -199,30 +291,31 @@ __device__ __forceinline__ void embedding(const Parameters& p, int token, int k,
     for (int e = 0; e < N; e++) v[e] *= EMBEDDING_MULTIPLIER;
 }
 
-// Layer 0's input: every SM embeds the tokens itself.
+// Layer 0's input: every SM embeds the tokens itself. The squares of each item come to c.s.squares.
 template <class P>
-__device__ __forceinline__ void stage_embedding(const Context& c, const int (&tokens)[COLUMNS], const float* norm,
-                                                float* feature) {
+__device__ __forceinline__ void stage_embedding(const Context& c, int first_token) {
     using I = Items<P>;
 #pragma unroll 1
     for (int item = c.warp; item < I::ALL; item += WARPS) {
-        const int column = item / P::X_GROUPS, group = item % P::X_GROUPS;
-        int token = tokens[0];
+        const int column = item / I::PER_COLUMN, within = item % I::PER_COLUMN, k = within * ITEM + c.lane * PACKET;
+        const bool inside = k < P::K;
+        float v[PACKET] = {}, squares = 0.0f;
+        if (inside) embedding(c.p, column == 0 ? first_token : c.p.tokens[column], k, v);
 #pragma unroll
-        for (int i = 1; i < COLUMNS; i++)
-            if (column == i) token = tokens[i];
-        float v[I::LANE], weight[I::LANE], squares = 0.0f;
-        load_weights(weight, norm + group * P::X_GROUP + c.lane * I::LANE);
-        embedding(c.p, token, group * P::X_GROUP + c.lane * I::LANE, v);
-#pragma unroll
-        for (int e = 0; e < I::LANE; e++) {
-            const int k = group * P::X_GROUP + c.lane * I::LANE + e;
-            if (feature) feature[column * P::K + k] = v[e];
+        for (int e = 0; e < PACKET; e++) {
             squares += v[e] * v[e];
-            v[e] *= weight[e];
+            if (inside) v[e] *= __ldg(c.p.norms + k + e);
         }
-        put<P>(c, v, column, group);
+        put_values<P>(c, v, inside, column, within);
         squares = warp_sum(squares);
-        if (c.lane == 0) c.s.squares[column][group] = squares;
+        if (c.lane == 0) c.s.squares[column][within] = squares;
     }
+}
+
+// What stage_packets does with the squares that it receives, for those of stage_embedding; when every warp has staged.
+__device__ __forceinline__ void norm_of_embedding(const Context& c, float* factors) {
+    const int column = WARPS - 1 - c.warp;
+    if (column >= COLUMNS) return;
+    const float sum = warp_sum(c.lane < SQUARE_ITEMS ? c.s.squares[column][c.lane] : 0.0f);
+    if (c.lane == 0) factors[column] = inverse_rms(sum);
 }

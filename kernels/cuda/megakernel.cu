@@ -21,7 +21,7 @@ __device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTi
     for (int chunk = 0; chunk < P::CHUNKS; chunk++)
         for (int left = tiles.count[P::INDEX]; left > 0; left -= AT_ONCE) {
             const int units = min(left, AT_ONCE) * P::UNITS;
-            producer.stream<P::UNITS_PER_STAGE, P::UNIT_BYTES>(source, units, 1);
+            producer.stream<P::UNITS_PER_STAGE, P::UNIT_BYTES, true>(source, units, 1);
             source += size_t(units) * P::UNIT_BYTES;
         }
     return source;
@@ -29,8 +29,9 @@ __device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTi
 
 __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slots) {
     const SmTiles& tiles = s.tiles;
-    Producer producer(s.ring, slots);
+    Producer producer(s.ring, slots, s.window);
     const u8* const stream = p.weights + tiles.offset;
+    producer.weights_end = stream + LAYERS * tiles.layer_bytes + size_t(tiles.count[Head::INDEX]) * Head::TILE_BYTES;
     u32 go_parity = 0;
     for (int token = 0;; token++) {
         const int position = p.position + token;
@@ -48,7 +49,6 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
         };
         const u8* source = stream;
         for (int layer = 0; layer < LAYERS; layer++) {
-            if (layer == 1) producer.window = LAYER_WINDOW;
             if (!QKV_FITS && !await_token()) return producer.drain();
             source = stream_phase<Qkv>(producer, tiles, source);
             if (!OUT_FITS && !await_token()) return producer.drain();
@@ -56,7 +56,7 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
                 if (!await_token()) return producer.drain();
                 const u8* const keys = reinterpret_cast<const u8*>(
                     p.kv + layer * p.kv_layer_stride + share.head * p.kv_head_stride + size_t(share.first) * (KV_BYTES / 2));
-                producer.stream<KV_PER_STAGE, KV_BYTES>(keys, share.blocks, QUERY_BLOCKS);
+                producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, QUERY_BLOCKS);
             }
             source = stream_phase<Out>(producer, tiles, source);
             if (!await_token()) return producer.drain();
@@ -65,113 +65,147 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
             if (layer == 0 && blockIdx.x == 0 && threadIdx.x % 32 == 0 && p.mode != STEP)
                 s.stop_asked = *reinterpret_cast<const volatile u32*>(p.host_stop);
         }
-        // In the head there is no hop to disturb; at one stage in flight it took 38 us instead of 26 (H200, Granite-3B).
-        producer.window = HEAD_WINDOW;
         stream_phase<Head>(producer, tiles, source);
         if (p.mode == STEP || token + 1 >= p.max_tokens) break;
     }
     // Every stage is consumed before the consumers end, but the last one's wait may still be pending here.
     producer.drain();
+#ifdef PROFILE
+    if (threadIdx.x % 32 == 0)
+        for (int i = 0; i < ProducerClocks::COUNT; i++)
+            p.profile[blockIdx.x * PROFILE_SLOTS + 26 + i] += producer.clocks.total[i];
+#endif
 }
 
-__device__ __forceinline__ void run_layer(Context& c, Profile& profile, int layer, int position, u32 tag,
-                                          const int (&tokens)[COLUMNS]) {
-    u32* const hop = c.p.scratch;
-    const float* const norms = c.p.norms + size_t(layer) * 2 * HIDDEN;
-    // The layer's input is copied out by an SM that reads it: those with the highest numbers have tiles of qkv.
-    const auto feature_of = [&](int at) -> float* {
-        if (!c.p.features || c.sm != SMS - 1) return nullptr;
-        const int slot = __ldg(c.p.feature_slot + at);
-        return slot < 0 ? nullptr : c.p.features + size_t(slot) * COLUMNS * HIDDEN;
-    };
+// Where the residual stream entering layer `at` (LAYERS: leaving the last one) is to be copied to, or null.
+__device__ __forceinline__ float* feature_of(const Parameters& p, int at) {
+    if (!p.features) return nullptr;
+    const int slot = __ldg(p.feature_slot + at);
+    return slot < 0 ? nullptr : p.features + size_t(slot) * COLUMNS * HIDDEN;
+}
 
-    float scale = 0.0f;  // RMSNorm's, of the first column: computed while other warps still multiply
-    const auto find_scale = [&] { scale = inverse_rms(c, 0); };
+// layers: run since the launch, this one included. token: of the first column.
+__device__ __forceinline__ void run_layer(Context& c, Profile& profile, int layer, int position, u32 layers,
+                                          int token) {
+    u32* const hop = c.p.scratch;
+    const u32* const mine = c.copy();
+    const Epoch epoch(layers);
+    const float* const norms = c.p.norms + size_t(layer) * 2 * HIDDEN;
+    float(*const factors)[COLUMNS] = c.s.factor[layers & 1];
     const auto nothing = [] {};
 
     run_phase<Qkv>(
-        c, profile, 0, find_scale,
+        c, profile, 0,
+        [&] {
+            if (layer == 0) norm_of_embedding(c, factors[NORM_QKV]);
+        },
         [&](int) {
             if (layer == 0)
-                stage_embedding<Qkv>(c, tokens, norms, feature_of(0));
+                stage_embedding<Qkv>(c, token);
             else
-                stage_words<Qkv, true>(c, hop + HOP_HIDDEN, tag - 1, norms, 0, feature_of(layer), WAIT_HIDDEN);
+                stage_packets<Qkv, true>(c, mine + HOP_HIDDEN, mine + HOP_HIDDEN_SQUARES, factors[NORM_QKV],
+                                         Epoch(layers - 1), 0, WAIT_HIDDEN);
         },
         [&](int tile, int column, float2 sums) {
-            const float factor = COLUMNS == 1 ? scale : inverse_rms(c, column);
             const int quarter = c.lane & 3, j = c.lane / 4;
             if (quarter < 2)
                 store_word(hop + HOP_QKV + column * QKV_ROWS_TOTAL + (c.tiles.first[Qkv::INDEX] + tile) * TILE_ROWS + j +
                                quarter * 8,
-                           word((quarter ? sums.y : sums.x) * factor, tag));
+                           word((quarter ? sums.y : sums.x) * factors[NORM_QKV][column], epoch));
         });
 
-    attention(c, profile, layer, position, tag);
+    attention(c, profile, layer, position, epoch);
 
-    // The owner of a row adds to its residual and publishes the sum.
-    const auto add = [&](int tile, int column, float2 sums, int target, int first) {
-        const int quarter = c.lane & 3, j = c.lane / 4;
-        if (quarter >= 2) return;
-        const int row = tile * TILE_ROWS + j + quarter * 8;
-        const float x = c.s.residual[row][column] + RESIDUAL_MULTIPLIER * (quarter ? sums.y : sums.x);
-        c.s.residual[row][column] = x;
-        store_word(hop + target + column * HIDDEN + first * TILE_ROWS + row, word(x, tag));
+    // The owner of a row adds to its residual and publishes the sum, times the weight of the norm that reads it next.
+    const auto fetch_norm_weights = [&](int which) {
+        const float* const source = norms + (which + 1) * HIDDEN + c.tiles.first[Out::INDEX] * TILE_ROWS;
+        for (int i = CONSUMERS - 1 - threadIdx.x; i < c.tiles.count[Out::INDEX] * TILE_ROWS; i += CONSUMERS)
+            c.s.norm_weight[which][i] = __ldg(source + i);
+    };
+    const auto add = [&](int tile, int column, float2 sums, int which, int packets, int squares, float* feature) {
+        const int upper = c.lane & 1, copy = c.lane >> 1 & 1, row = tile * TILE_ROWS + c.lane / 4 + upper * 8;
+        const int tile_in_all = c.tiles.first[Out::INDEX] + tile;
+        const float x = c.s.residual[row][column] + RESIDUAL_MULTIPLIER * (upper ? sums.y : sums.x);
+        u32* const packet = hop + copy * HOP_COPY + packets + (column * HIDDEN + tile_in_all * TILE_ROWS + upper * 8) / 2;
+        publish<4>(packet, x * c.s.norm_weight[which][row], epoch, c.lane, copy < HOP_COPIES);
+        const float square = warp_sum(copy == 0 ? x * x : 0.0f);
+        if (c.lane < HOP_COPIES)
+            store_word(hop + c.lane * HOP_COPY + squares + column * (HIDDEN / TILE_ROWS) + tile_in_all, word(square, epoch));
+        if (copy == 0) {
+            c.s.residual[row][column] = x;
+            if (feature) feature[column * HIDDEN + c.tiles.first[Out::INDEX] * TILE_ROWS + row] = x;
+        }
     };
 
     run_phase<Out>(
-        c, profile, 8, nothing, [&](int) { stage_attention<Out>(c, c.s.share.splits, tag); },
-        [&](int tile, int column, float2 sums) { add(tile, column, sums, HOP_MIDDLE, c.tiles.first[Out::INDEX]); });
+        c, profile, 8, nothing,
+        [&](int) {
+            fetch_norm_weights(0);
+            AttentionInput<Out>(c, c.s.share.splits, epoch).stage();
+        },
+        [&](int tile, int column, float2 sums) {
+            add(tile, column, sums, 0, HOP_MIDDLE, HOP_MIDDLE_SQUARES, nullptr);
+        });
 
     run_phase<GateUp>(
-        c, profile, 12, find_scale,
-        [&](int) { stage_words<GateUp, true>(c, hop + HOP_MIDDLE, tag, norms + HIDDEN, 0, nullptr, WAIT_HIDDEN); },
+        c, profile, 12, nothing,
+        [&](int) {
+            stage_packets<GateUp, true>(c, mine + HOP_MIDDLE, mine + HOP_MIDDLE_SQUARES, factors[NORM_GATE_UP], epoch, 0,
+                                        WAIT_HIDDEN);
+        },
         [&](int tile, int column, float2 sums) {
-            const float factor = COLUMNS == 1 ? scale : inverse_rms(c, column);
-            const float gate = sums.x * factor, up = sums.y * factor;
-            if (c.lane % 4 == 0)
-                store_word(hop + HOP_GATED + column * INTERMEDIATE + (c.tiles.first[GateUp::INDEX] + tile) * 8 + c.lane / 4,
-                           word(__fdividef(gate, 1.0f + __expf(-gate)) * up, tag));
+            const float factor = factors[NORM_GATE_UP][column], gate = sums.x * factor, up = sums.y * factor;
+            const int channel = (c.tiles.first[GateUp::INDEX] + tile) * PACKET;
+            const int copy = c.lane & 3;
+            publish<4>(hop + copy * HOP_COPY + HOP_GATED + (column * INTERMEDIATE + channel) / 2,
+                       __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, c.lane, copy < HOP_COPIES);
         });
 
     run_phase<Down>(
         c, profile, 16, nothing,
-        [&](int piece) { stage_words<Down, false>(c, hop + HOP_GATED, tag, nullptr, piece, nullptr, WAIT_HIDDEN); },
-        [&](int tile, int column, float2 sums) { add(tile, column, sums, HOP_HIDDEN, c.tiles.first[Down::INDEX]); });
+        [&](int piece) {
+            if (piece == 0) fetch_norm_weights(1);
+            stage_packets<Down, false>(c, mine + HOP_GATED, nullptr, nullptr, epoch, piece, WAIT_HIDDEN);
+        },
+        [&](int tile, int column, float2 sums) {
+            add(tile, column, sums, 1, HOP_HIDDEN, HOP_HIDDEN_SQUARES, feature_of(c.p, layer + 1));
+        });
+}
+
+// Before the first layer: this SM's rows of the tokens' embeddings, and what depends on their position. Out of line: what
+// the compiler hoists out of it would be spilled in the layers.
+__device__ __noinline__ void begin_pass(const Parameters* p, Shared* s, int position, int first_token) {
+    Context c{*p, *s, nullptr, nullptr, s->tiles, Cursor{}};
+    const int rows = c.tiles.count[Out::INDEX] * TILE_ROWS, first = c.tiles.first[Out::INDEX] * TILE_ROWS;
+    float* const feature = feature_of(*p, 0);
+    for (int i = threadIdx.x; i < rows * COLUMNS; i += CONSUMERS) {
+        const int row = i / COLUMNS, column = i % COLUMNS;
+        float x[1];
+        embedding(*p, column == 0 ? first_token : p->tokens[column], first + row, x);
+        s->residual[row][column] = x[0];
+        if (feature) feature[column * HIDDEN + first + row] = x[0];
+    }
+    rotary_table(c, position);
+    if (threadIdx.x == 0) s->share = key_share(c.sm, position);
+    c.sync();
 }
 
 __device__ __forceinline__ void consume(Context& c) {
     const Parameters& p = c.p;
-    Profile profile;
-    int tokens[COLUMNS];
-#pragma unroll
-    for (int i = 0; i < COLUMNS; i++) tokens[i] = p.tokens[i];
+    Profile profile(c.s.profile);
+    int token = p.tokens[0];
     if (p.mode != STEP && p.repeat_penalty != 1.0f) Window::open(c);
-    u32 tag = 0;
+    u32 layers = 0;
     for (int index = 0;; index++) {
         const int position = p.position + index;
-        const int rows = c.tiles.count[Out::INDEX] * TILE_ROWS;
-        for (int i = threadIdx.x; i < rows * COLUMNS; i += CONSUMERS) {
-            int token = tokens[0];
-#pragma unroll
-            for (int column = 1; column < COLUMNS; column++)
-                if (i % COLUMNS == column) token = tokens[column];
-            float x[1];
-            embedding(p, token, c.tiles.first[Out::INDEX] * TILE_ROWS + i / COLUMNS, x);
-            c.s.residual[i / COLUMNS][i % COLUMNS] = x[0];
-        }
-        rotary_table(c, position);
-        if (threadIdx.x == 0) c.s.share = key_share(c.sm, position);
-        c.sync();
+        begin_pass(&p, &c.s, position, token);
 #pragma unroll 1
-        for (int layer = 0; layer < LAYERS; layer++) run_layer(c, profile, layer, position, ++tag, tokens);
-        float* feature = nullptr;
-        if (p.features && c.sm == 0 && __ldg(p.feature_slot + LAYERS) >= 0)
-            feature = p.features + size_t(__ldg(p.feature_slot + LAYERS)) * COLUMNS * HIDDEN;
-        const u64 best = run_head(c, profile, tag, p.norms + size_t(LAYERS) * 2 * HIDDEN, feature);
+        for (int layer = 0; layer < LAYERS; layer++) run_layer(c, profile, layer, position, ++layers, token);
+        const u64 best = run_head(c, profile, layers);
         if (p.mode == STEP) break;
         if constexpr (COLUMNS == 1) {
             bool last;
-            tokens[0] = choose(c, profile, best, index, last);
+            token = choose(c, profile, best, index, last);
             if (last) break;
         } else {
             break;
@@ -179,7 +213,7 @@ __device__ __forceinline__ void consume(Context& c) {
     }
 #ifdef PROFILE
     if (threadIdx.x == 0)
-        for (int i = 0; i < PROFILE_SLOTS; i++) p.profile[c.sm * PROFILE_SLOTS + i] = profile.total[i];
+        for (int i = 0; i < 26; i++) p.profile[c.sm * PROFILE_SLOTS + i] += profile.total[i];
 #endif
 }
 
@@ -196,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
         barrier_init(&s.ring.go, 1);
         s.stop = 0;
         s.stop_asked = 0;
+        s.window = LAYER_WINDOW;
         if (blockIdx.x == 0) {
             stalled_report = p.host_report;
             gave_up = 0;

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.build import CUDA_DIRECTORY, architecture, compile_cubin
+from kernels.build import CUDA_DIRECTORY, KernelReport, architecture, compile_cubin
 from kernels.cuda import plan as planning
 from kernels.cuda.driver import CudaError, Driver, Kernel, MappedMemory, Module
 from kernels.cuda.kv_layout import cache_shape
@@ -51,6 +51,10 @@ PROFILE_NAMES = {
     22: "head multiply",
     23: "head sum, publish",
     25: "choose token",
+    26: "producer awaits room",
+    27: "producer awaits window",
+    28: "producer issues",
+    29: "producer stages",
 }
 _TOKEN_BYTES = 16
 _MODE_STEP, _MODE_GREEDY, _MODE_SAMPLE = 0, 1, 2
@@ -183,6 +187,7 @@ class Megakernel:
             self.phases, dims.layers, self._gpu.sm_count, balance, planning.key_readers(dims, self._tuning)
         )
         self._kernels: dict[int, tuple[Kernel, Plan]] = {}
+        self._reports: dict[int, tuple[KernelReport, ...]] = {}
         self._device = torch.device("cuda", 0)
         self._loaded = load_weights(
             dims,
@@ -338,10 +343,15 @@ class Megakernel:
             for i, name in PROFILE_NAMES.items()
         }
 
-    def report(self, columns: int) -> tuple[Any, Plan]:
-        """What ptxas said about the kernel of that many columns, and its plan."""
+    def compile(self, columns: int) -> Plan:
+        """Compile and load the kernel of that many columns now, not in the middle of a reply; its plan."""
+        return self._kernel(columns)[1]
+
+    def registers(self, columns: int) -> tuple[int, int] | None:
+        """Registers and bytes of spills of the kernel of that many columns; None where ptxas' report is not at hand."""
         self._kernel(columns)
-        return self._reports[columns], self._kernels[columns][1]
+        found = [r for r in self._reports[columns] if r.name == "megakernel"]
+        return (found[0].registers, found[0].spills) if found else None
 
     def close(self) -> None:
         """Release the device memory. Idempotent."""
@@ -373,7 +383,7 @@ class Megakernel:
             if not kernel.blocks_per_sm(plan.threads, plan.shared_bytes):
                 raise Unsupported(f"a block of {plan.shared_bytes} bytes of shared memory cannot be resident")
             self._kernels[columns] = kernel, plan
-            self._reports = getattr(self, "_reports", {}) | {columns: cubin.report("megakernel")}
+            self._reports[columns] = cubin.reports
         return self._kernels[columns]
 
     def _plan(self, columns: int) -> Plan:

@@ -25,8 +25,12 @@ CHUNK_K = 4096  # most K whose activations are staged at once for many columns
 BALANCE = 0.5  # see split_tiles
 NOMINAL_CONTEXT = 1024  # positions, for which the SMs' loads are balanced
 BLOCKS_PER_SPLIT = 17  # of 16 positions; 1,024 positions then make four splits, which one round of loads merges
-WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
+WINDOW = 1  # stages in flight while an SM waits for a hop: more of them lengthen it
+BUSY_WINDOW = 1  # while it multiplies
 HEAD_WINDOW = 4  # and in the head, where there are none
+L2_AHEAD = 131072  # bytes that the producer asks the L2 cache for beyond what it copies
+HOP_COPIES = 2  # of what all SMs read
+STAGE_LOADS = 2  # packets of one lane under way at once while activations are staged
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
 
@@ -133,11 +137,6 @@ class Phase:
     def units_per_stage(self, stage_bytes: int, warps: int) -> int:
         """A divisor of the consumer warps, so that a warp keeps its place within a stage."""
         return max(d for d in range(1, warps + 1) if warps % d == 0 and (d == 1 or d * self.unit_bytes <= stage_bytes))
-
-    @property
-    def x_group(self) -> int:
-        """Input channels that share one scale of the 16-bit activations."""
-        return 128 if self.k // self.chunks % 128 == 0 else 64
 
     @property
     def x_bytes(self) -> int:
@@ -285,8 +284,8 @@ def make_plan(
 ) -> Plan:
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
-    tuning: overrides of WINDOW, HEAD_WINDOW, BLOCKS_PER_SPLIT, NOMINAL_CONTEXT, STAGES, STAGE_BYTES, CONSUMER_WARPS and
-    BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody (wrong results, for diagnosis).
+    tuning: overrides of WINDOW, BUSY_WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT,
+    NOMINAL_CONTEXT, STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody (wrong results, for diagnosis).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -338,7 +337,7 @@ def make_plan(
     stage = -(-stage // 128) * 128
     groups = max(p.k // pieces(p) // (p.group or 64) for p in phases.values()) + 4  # of x, by the weights' scales
     seen = most["head"] * TILE_ROWS * 4
-    resid = most["o"] * TILE_ROWS * columns * 4
+    resid = most["o"] * TILE_ROWS * (columns + 2) * 4  # and the norms' weights of its rows
     rope = columns * hd * 4
     small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 4096
     room = shared_limit - SHARED_RESERVE - arena - small
@@ -370,12 +369,15 @@ def make_plan(
         "LOGITS_SCALING": f(dims.logits_scaling),
         "CONSUMER_WARPS": str(warps),
         "MAX_SPLITS": str(splits),
-        "BLOCKS_PER_SPLIT": str(tuning.get("BLOCKS_PER_SPLIT", BLOCKS_PER_SPLIT if query_blocks == 1 else lanes)),
+        "BLOCKS_PER_SPLIT": str(tuning.get("BLOCKS_PER_SPLIT", BLOCKS_PER_SPLIT)),
         "KV_PER_STAGE": str(kv_per_stage),
         "STAGE_BYTES": str(stage),
         "STAGES": str(stages),
         "LAYER_WINDOW": str(min(tuning.get("WINDOW", WINDOW), stages - 1)),
+        "BUSY_WINDOW": str(min(tuning.get("BUSY_WINDOW", BUSY_WINDOW), stages - 1)),
         "HEAD_WINDOW": str(min(tuning.get("HEAD_WINDOW", HEAD_WINDOW), stages - 1)),
+        "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
+        "STAGE_LOADS": str(tuning.get("STAGE_LOADS", STAGE_LOADS)),
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
         "PART_BYTES": str(part),
         "X_BYTES": str(x),
@@ -392,7 +394,6 @@ def make_plan(
             f"{prefix}_K": str(phase.k),
             f"{prefix}_ROWS": str(phase.rows),
             f"{prefix}_GROUP": str(phase.group or 64),
-            f"{prefix}_X_GROUP": str(phase.x_group),
             f"{prefix}_CHUNKS": str(phase.chunks),
             f"{prefix}_PIECES": str(pieces(phase)),
             f"{prefix}_UNIT_BLOCKS": str(phase.unit_blocks),
@@ -403,7 +404,10 @@ def make_plan(
     for switch in ("PROFILE", "NO_WAIT"):
         if tuning.get(switch):
             constants[switch] = "1"
-    words = columns * (2 * dims.hidden + dims.qkv_rows + dims.intermediate + dims.heads * splits * (hd + 2))
+    copies = tuning.get("HOP_COPIES", HOP_COPIES)
+    constants["HOP_COPIES"] = str(copies)
+    words = copies * columns * (dims.hidden + dims.intermediate // 2 + 2 * dims.hidden // TILE_ROWS + 32)
+    words += columns * (dims.qkv_rows + dims.heads * splits * (hd // 2 + 2))
     scratch = 4 * words + 8 * sms + 1024
     shared = arena + small + stages * (stage + 16)
     constants["SHARED_BYTES"] = str(shared)

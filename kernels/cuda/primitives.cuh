@@ -106,6 +106,13 @@ __device__ __forceinline__ void copy_to_shared(u8* target, const u8* source, u32
 #endif
 }
 
+// One thread asks for `bytes` (a multiple of 16) to be brought to the L2 cache.
+__device__ __forceinline__ void prefetch_to_l2(const u8* source, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
+}
+
 // What other SMs stored, and this thread has seen, may be read by copy_to_shared.
 __device__ __forceinline__ void fence_for_copies() {
 #if __CUDA_ARCH__ >= 900

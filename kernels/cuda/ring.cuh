@@ -27,25 +27,58 @@ struct Cursor {
     }
 };
 
+#ifdef PROFILE
+// Where the producer's time goes: waiting for room, waiting for the window, the rest.
+struct ProducerClocks {
+    enum { EMPTY, WINDOW, ISSUE, STAGES, COUNT };
+    long long total[COUNT] = {}, last = clock64();
+    __device__ __forceinline__ void stamp(int slot) {
+        const long long now = clock64();
+        total[slot] += now - last;
+        last = now;
+    }
+    __device__ __forceinline__ void stage() { total[STAGES]++; }
+};
+#else
+struct ProducerClocks {
+    enum { EMPTY, WINDOW, ISSUE };
+    __device__ __forceinline__ void stamp(int) {}
+    __device__ __forceinline__ void stage() {}
+};
+#endif
+
 struct Producer {
     RingBarriers& barriers;
     u8* slots;
     Cursor next, oldest;  // the stage to fill; the oldest one in flight
-    int in_flight = 0, window = LAYER_WINDOW;
+    volatile int& window;  // stages that may be in flight: the consumers say when hops are under way
+    int in_flight = 0;
+    ProducerClocks clocks;
+    const u8* weights_end = nullptr;  // of this SM's stream
 
-    __device__ __forceinline__ Producer(RingBarriers& barriers, u8* slots) : barriers(barriers), slots(slots) {}
+    __device__ __forceinline__ Producer(RingBarriers& barriers, u8* slots, volatile int& window)
+        : barriers(barriers), slots(slots), window(window) {}
 
     // Streams `units` units from `source`; each will be released by `readers` warps.
-    template <int UNITS_PER_STAGE, int UNIT_BYTES>
+    template <int UNITS_PER_STAGE, int UNIT_BYTES, bool WEIGHTS>
     __device__ __forceinline__ void stream(const u8* source, int units, int readers) {
         for (int u = 0; u < units; u += UNITS_PER_STAGE) {
             const int n = min(UNITS_PER_STAGE, units - u);
+            clocks.stamp(ProducerClocks::ISSUE);
             barrier_wait(&barriers.empty[next.slot], next.parity ^ 1, WAIT_EMPTY);
+            clocks.stamp(ProducerClocks::EMPTY);
             // A bounded window keeps the queues of the memory system short: hops wait behind them otherwise.
             while (in_flight >= window) drain_one();
+            clocks.stamp(ProducerClocks::WINDOW);
             fill(source + size_t(u) * UNIT_BYTES, n * UNIT_BYTES, EMPTY_ARRIVALS - n * readers);
+            if constexpr (L2_AHEAD > 0 && WEIGHTS) {
+                // Waiting in the L2 cache, weights keep the memory busy without keeping hops waiting for the SM's door.
+                const u8* const ahead = source + size_t(u) * UNIT_BYTES + L2_AHEAD;
+                if (threadIdx.x % 32 == 0 && ahead + n * UNIT_BYTES <= weights_end) prefetch_to_l2(ahead, n * UNIT_BYTES);
+            }
             next.advance(1);
             in_flight++;
+            clocks.stage();
         }
     }
 

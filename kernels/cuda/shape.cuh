@@ -17,10 +17,10 @@ constexpr int PART_UNIT = COLUMNS * TILE_ROWS + 8;  // floats of one unit's sums
 enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
 
 // One matrix phase; the members are documented in plan.py.
-template <int FORMAT_, int K_, int ROWS_, int GROUP_, int X_GROUP_, int CHUNKS_, int PIECES_, int UNIT_BLOCKS_,
+template <int FORMAT_, int K_, int ROWS_, int GROUP_, int CHUNKS_, int PIECES_, int UNIT_BLOCKS_,
           int UNITS_PER_STAGE_, int BATCH_, int MOST_TILES_, int INDEX_>
 struct Phase {
-    static constexpr int FORMAT = FORMAT_, K = K_, ROWS = ROWS_, GROUP = GROUP_, X_GROUP = X_GROUP_, CHUNKS = CHUNKS_;
+    static constexpr int FORMAT = FORMAT_, K = K_, ROWS = ROWS_, GROUP = GROUP_, CHUNKS = CHUNKS_;
     static constexpr int PIECES = PIECES_, UNIT_BLOCKS = UNIT_BLOCKS_, UNITS_PER_STAGE = UNITS_PER_STAGE_;
     static constexpr int BATCH = BATCH_, MOST_TILES = MOST_TILES_, INDEX = INDEX_;
 
@@ -35,8 +35,9 @@ struct Phase {
     static constexpr int STAGED_K = K / PIECES;  // channels of x in shared memory at a time
     static constexpr int X_BLOCK = FORMAT == BF16 ? 128 : 64;  // bytes of 64 channels of one part of one token
     static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 16;  // 16 more: 8 columns share no bank
-    static constexpr int X_GROUPS = STAGED_K / X_GROUP;
     static constexpr int GROUPS = STAGED_K / GROUP;  // of the weights
+
+    static constexpr int WINDOW = INDEX == 4 ? HEAD_WINDOW : BUSY_WINDOW;  // stages in flight while it is multiplied
 
     static constexpr int TILES_AT_ONCE = BATCH < MOST_TILES ? BATCH : MOST_TILES;
     static constexpr int MOST_STAGES = CHUNKS * ((MOST_TILES + TILES_AT_ONCE - 1) / TILES_AT_ONCE) *
@@ -44,10 +45,8 @@ struct Phase {
 
     static_assert(K % (64 * CHUNKS) == 0 && CHUNK_BLOCKS % UNIT_BLOCKS == 0, "units must tile K");
     static_assert(FORMAT == BF16 || UNIT_BLOCKS * 64 % GROUP == 0, "a unit holds whole groups");
-    static_assert(X_GROUP == 64 || X_GROUP == 128, "a warp stages one group of x at a time");
-    static_assert(FORMAT == BF16 || GROUP <= X_GROUP, "a scale group must not cross two scales of x");
     static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "scale groups");
-    static_assert(STAGED_K % X_GROUP == 0, "whole groups of x");
+    static_assert(STAGED_K % 64 == 0 && STAGED_K % GROUP == 0, "x is staged in whole blocks and groups");
     static_assert(WARPS % UNITS_PER_STAGE == 0, "a warp keeps its place within a stage");
     static_assert(UNITS_PER_STAGE * UNIT_BYTES <= STAGE_BYTES && UNIT_BYTES % 16 == 0, "bulk copies of 16 bytes");
     static_assert(2 * COLUMNS * X_STRIDE <= X_BYTES, "x fits its buffer");
@@ -57,7 +56,7 @@ struct Phase {
 };
 
 #define FLINT_PHASE(NAME, INDEX)                                                                                    \
-    Phase<NAME##_FORMAT, NAME##_K, NAME##_ROWS, NAME##_GROUP, NAME##_X_GROUP, NAME##_CHUNKS, NAME##_PIECES,         \
+    Phase<NAME##_FORMAT, NAME##_K, NAME##_ROWS, NAME##_GROUP, NAME##_CHUNKS, NAME##_PIECES,                         \
           NAME##_UNIT_BLOCKS, NAME##_UNITS_PER_STAGE, NAME##_BATCH, NAME##_MOST_TILES, INDEX>
 using Qkv = FLINT_PHASE(QKV, 0);
 using Out = FLINT_PHASE(O, 1);
@@ -80,14 +79,21 @@ static_assert(KV_PER_STAGE * KV_BYTES <= STAGE_BYTES, "KV blocks fit a stage");
 static_assert(KEY_WARPS >= 1 && EMPTY_ARRIVALS >= KV_PER_STAGE * QUERY_BLOCKS && EMPTY_ARRIVALS >= WARPS, "arrivals");
 static_assert(KV_HEADS * MAX_SPLITS <= SMS, "one SM per split");
 
-// ---- hop buffers: words in global memory, one writer each; offsets in words from the scratch buffer's start
+// ---- hop buffers: words in global memory, one writer each; offsets in words from the scratch buffer's start. Packets
+// (hop.cuh) take half a word a channel.
 
-constexpr int HOP_HIDDEN = 0;                                  // [column][HIDDEN] entering a layer
-constexpr int HOP_MIDDLE = HOP_HIDDEN + COLUMNS * HIDDEN;      // [column][HIDDEN] after attention
-constexpr int HOP_QKV = HOP_MIDDLE + COLUMNS * HIDDEN;         // [column][QKV_ROWS]
-constexpr int HOP_GATED = HOP_QKV + COLUMNS * QKV_ROWS_TOTAL;  // [column][INTERMEDIATE]
-constexpr int HOP_ATTENTION = HOP_GATED + COLUMNS * INTERMEDIATE;                      // [column][head][split][dim]
-constexpr int HOP_WEIGHTS = HOP_ATTENTION + COLUMNS * HEADS * MAX_SPLITS * HEAD_DIM;   // [column][head][split][max, sum]
-constexpr int HOP_CANDIDATES = HOP_WEIGHTS + COLUMNS * HEADS * MAX_SPLITS * 2;         // [SM] of u64
-constexpr int HOP_TOKEN = HOP_CANDIDATES + 2 * SMS;                                    // u64
-static_assert(HOP_CANDIDATES % 2 == 0 && HOP_WEIGHTS % 2 == 0 && HOP_ATTENTION % 4 == 0, "aligned");
+constexpr int HOP_HIDDEN = 0;                                           // packets [column][HIDDEN] entering a layer
+constexpr int HOP_MIDDLE = HOP_HIDDEN + COLUMNS * HIDDEN / 2;           // packets [column][HIDDEN] after attention
+constexpr int HOP_GATED = HOP_MIDDLE + COLUMNS * HIDDEN / 2;            // packets [column][INTERMEDIATE]
+constexpr int HOP_HIDDEN_SQUARES = HOP_GATED + COLUMNS * INTERMEDIATE / 2;               // words [column][HIDDEN / 16]
+constexpr int HOP_MIDDLE_SQUARES = HOP_HIDDEN_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS);  // words [column][HIDDEN / 16]
+// So far there are HOP_COPIES, so that not all SMs read the same lines of the L2 cache at the same time.
+constexpr int HOP_COPY = HOP_MIDDLE_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS) + 31 & ~31;
+constexpr int HOP_ATTENTION = HOP_COPIES * HOP_COPY;  // packets [column][head][split][dim]
+constexpr int HOP_QKV = HOP_ATTENTION + COLUMNS * HEADS * MAX_SPLITS * HEAD_DIM / 2;  // words [column][QKV_ROWS]
+constexpr int HOP_WEIGHTS = HOP_QKV + COLUMNS * QKV_ROWS_TOTAL;             // words [column][head][split][max, sum]
+constexpr int HOP_CANDIDATES = HOP_WEIGHTS + COLUMNS * HEADS * MAX_SPLITS * 2;  // [SM] of u64
+constexpr int HOP_TOKEN = HOP_CANDIDATES + 2 * SMS;                             // u64
+static_assert(HOP_COPIES == 1 || HOP_COPIES == 2, "publish");
+static_assert(HIDDEN % 64 == 0 && INTERMEDIATE % 64 == 0, "packets are aligned to 16 bytes");
+static_assert(HOP_CANDIDATES % 2 == 0 && HOP_WEIGHTS % 2 == 0, "aligned");

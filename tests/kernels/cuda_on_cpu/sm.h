@@ -142,6 +142,10 @@ inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return __builtin_ffs(int(v)); }
 inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
 inline u64 __umul64hi(u64 a, u64 b) { return u64((unsigned __int128)a * b >> 64); }
+inline int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 32; i += 8) c += int(int8_t(a >> i)) * int(int8_t(b >> i));
+    return c;
+}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const u64 both = u64(b) << 32 | a;
     u32 out = 0;
@@ -277,6 +281,7 @@ inline void copy_to_shared(u8* target, const u8* source, u32 bytes, u64* barrier
     __syncwarp();
 }
 inline void fence_for_copies() {}
+inline void prefetch_to_l2(const u8*, u32) {}
 template <int N> inline void give_registers() {}
 template <int N> inline void take_registers() {}
 inline void __syncthreads() { meet(block_now->named, THREADS_IN_BLOCK); }
