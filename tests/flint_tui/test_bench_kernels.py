@@ -59,7 +59,7 @@ def test_tables_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_kernel_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     device = EmulatedDevice()
     monkeypatch.setattr("engine.bench.levers.open_device", lambda progress: device)
-    monkeypatch.setattr("kernels.cuda.experiments.levers.relative_error", lambda out, truth: 0.5)
+    monkeypatch.setattr("kernels.cuda.experiments.mlps.relative_error", lambda out, truth: 0.5)
     result = flint("bench", "kernels", *SMALL, "--only", "fusion")
     assert result.code == 1
     assert "one launch: wrong: error 5.0e-01" in result.stdout

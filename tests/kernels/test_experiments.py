@@ -9,7 +9,7 @@ import pytest
 
 from kernels.build import ARCHITECTURES, compile_cubin
 from kernels.cuda.driver import CudaError
-from kernels.cuda.experiments import formats, levers
+from kernels.cuda.experiments import formats, hardware, launching, products
 from kernels.cuda.experiments.gpu import FOLDER, SOURCES, CudaDevice
 from kernels.cuda.experiments.levers import LEVERS
 from kernels.cuda.experiments.sweep import Launch, RowsArgument, Size, Step, Variant, Weights
@@ -37,9 +37,9 @@ def test_every_kernel_compiles_without_spills(source: str, arch: str) -> None:
 
 
 def test_four_blocks_of_the_plain_kernels_fit_an_sm() -> None:
-    """levers.BLOCKS_PER_SM stands on it."""
+    """launching.BLOCKS_PER_SM stands on it."""
     for report in compile_cubin(FOLDER / "gemv.cu", arch="sm_90a").reports:
-        assert report.registers * 256 * levers.BLOCKS_PER_SM <= 65536, report.name
+        assert report.registers * 256 * launching.BLOCKS_PER_SM <= 65536, report.name
 
 
 # --- the layouts ------------------------------------------------------------------------------------------------------
@@ -138,19 +138,19 @@ def test_a_slot_that_changes_warps_is_an_error_where_copies_end_late(monkeypatch
 
     right = ring()
     assert right.check() <= right.tolerance
-    monkeypatch.setattr(levers, "TENSOR_WARPS", 9)
+    monkeypatch.setattr(products, "TENSOR_WARPS", 9)
     with pytest.raises(CudaError, match="719"):
         ring().check()
 
 
 def test_a_device_with_little_shared_memory_is_told_what_does_not_fit() -> None:
     device = EmulatedDevice(shared_bytes=40_000)
-    reads, products = variants_of("read", device), variants_of("gemv", device)
-    missing = {v.name: v.missing for v in [*reads, *products] if v.missing}
+    both = [*variants_of("read", device), *variants_of("gemv", device)]
+    missing = {v.name: v.missing for v in both if v.missing}
     assert "bulk copies, 3 x 16 KB" in missing
     assert "bulk copies, 2 x 16 KB" not in missing
     assert missing["bulk copies, 4 x 16 KB"] == "needs 65,792 bytes of shared memory, a block may have 40,000"
-    for variant in (v for v in [*reads, *products] if not v.missing):
+    for variant in (v for v in both if not v.missing):
         assert all(step.shared <= 40_000 for step in variant.steps if isinstance(step, Launch)), variant.name
 
 
@@ -201,7 +201,7 @@ def test_a_timer_replays_a_graph_but_launches_cooperative_kernels(
     monkeypatch.setattr("torch.cuda.CUDAGraph", Graph)
     monkeypatch.setattr("torch.cuda.graph", capture)
     monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr(levers, "BARRIERS", 2)
+    monkeypatch.setattr(hardware, "BARRIERS", 2)
     device = EmulatedDevice()
     steps = variants_of(lever, device)[0].steps
     device.library.calls.clear()
