@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 TICK_S = 1 / 30
 DRAIN_S = 1 / 15  # between two updates of the screen
-# Of a core's time, what may go into the screen while a reply runs. Painting holds the interpreter's lock: a decoder of
-# 2,000 tok/s kept 0.94 of its rate with 1/10, 0.96 with 1/20 (tests/flint_tui/measure_app.py).
+# Of a core's time, what may go into the screen while a reply runs: a decoder of 2,000 tok/s is a quarter slower while
+# Python paints, as painting holds the interpreter's lock (tests/flint_tui/measure_app.py).
 SCREEN_SHARE = 1 / 15
 SLOWEST_S = 1 / 4  # but the screen is brought up to date this often on the slowest machine
-PANELS_S = 1 / 5
+PANELS_S = 1 / 4
 
 
 class ChatView(Screen[None]):

@@ -23,7 +23,7 @@ from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 from textual.widget import Widget
 
-from flint_tui.text.blocks import Line
+from flint_tui.text.blocks import Line, Span
 from flint_tui.widgets.entry import Entry
 from flint_tui.widgets.roles import role_style
 
@@ -271,6 +271,9 @@ class Transcript(ScrollView, can_focus=True):
         bar_role = "chosen" if entry is self.cursor else "bar" if entry.role == "user" else entry.role
         code = line.block.kind == "code" and entry.role == "assistant"
         inner = (*base, "block") if code else base
+        if bar == " " and not (code or pen or line.prefix or selection) and not _spans(line):
+            text = " " * GUTTER + line.block.text[line.start : line.end]  # most lines, in one piece
+            return Strip([Segment(text, self._style(*base))]).adjust_cell_length(width, self._style(*base))
         segments = [Segment(bar, self._style(*base, bar_role)), Segment(" " * (GUTTER - 1), self._style(*base))]
         if line.prefix:
             segments.append(Segment(line.prefix, self._style(*base, "bullet")))
@@ -292,7 +295,7 @@ class Transcript(ScrollView, can_focus=True):
     def _text(self, line: Line, base: tuple[str, ...]) -> list[Segment]:
         """The line's text, cut where roles change."""
         text, start, end = line.block.text, line.start, line.end
-        spans = [s for s in line.block.spans if s.start < end and s.end > start]
+        spans = _spans(line)
         if not spans:
             return [Segment(text[start:end], self._style(*base))] if end > start else []
         cuts = sorted({start, end, *(max(s.start, start) for s in spans), *(min(s.end, end) for s in spans)})
@@ -367,6 +370,10 @@ class Transcript(ScrollView, can_focus=True):
         found = self.entry_at(event.y + self.scroll_offset.y)
         if found and found[0].message is not None and event.chain == 2:
             self.post_message(self.Selected(found[0]))
+
+
+def _spans(line: Line) -> list[Span]:
+    return [span for span in line.block.spans if span.start < line.end and span.end > line.start]
 
 
 def _thumb(bar: ScrollBar) -> tuple[int, int]:

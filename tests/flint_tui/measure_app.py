@@ -13,13 +13,13 @@ import os
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flint_tui.decode_thread import EngineThread
 from flint_tui.engine_door import TurnOptions
 from tests.flint_tui.run_fake import PacedEngine
 from tests.flint_tui.terminal import Terminal, fake_app
@@ -83,10 +83,15 @@ def others_since() -> Callable[[], float]:
 
 
 def rate_without_screen(rate: int, tokens: int) -> float:
+    """In the thread that decodes for the app, which nobody disturbs."""
     found: dict[str, Any] = {}
     engine = PacedEngine({"rate": rate, "tokens": tokens}, lambda what, **values: found.update(values))
-    for _ in engine.reply([], TurnOptions(), threading.Event()):
-        pass
+    thread = EngineThread(lambda model, say: engine)
+    thread.load(None)
+    thread.reply(1, [], TurnOptions())
+    while thread.busy:
+        time.sleep(0.1)
+    thread.close()
     return (found["tokens"] - 1) / (found["last"] - found["first"])
 
 
