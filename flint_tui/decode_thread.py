@@ -15,7 +15,6 @@ from engine.errors import FlintError
 from engine.events import Event, Finished, Usage
 from flint_tui.engine_door import ChatEngine, ChatTurn, OpenEngine, TurnOptions
 from flint_tui.live import EngineFacts
-from flint_tui.promptness import go_on_promptly
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,6 @@ class EngineThread:
         self._jobs.put(job)
 
     def _run(self) -> None:
-        go_on_promptly()
         while (job := self._jobs.get()) is not None:
             job()
             with self._lock:

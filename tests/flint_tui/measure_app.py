@@ -2,8 +2,9 @@
 
     python -m tests.flint_tui.measure_app [MEASURE...]
 
-The decoder is a fake whose steps are native work of a fixed length, so only the app is measured. Each measure ends with
-what other processes took of the machine meanwhile: above a few per cent the figures are theirs, not the app's.
+The decoder is a fake whose steps are native work of a fixed length, so only the app is measured; real_throughput, which
+runs only when named, decodes with the default model. Each measure ends with what other processes took of the machine
+meanwhile: above a few per cent the figures are theirs, not the app's.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.files.paths import cache_dir
 from flint_tui.decode_thread import EngineThread
-from flint_tui.engine_door import TurnOptions
-from tests.flint_tui.run_fake import PacedEngine
+from flint_tui.engine_door import ChatEngine, TurnOptions
+from tests.flint_tui.run_fake import PacedEngine, TimedEngine
 from tests.flint_tui.terminal import Terminal, fake_app
 
 READY = "sk anything"  # the cursor stands on the first letter
 SECONDS = 5.0
+PROMPT = "Tell me all about stones"
 PAIRS = 24  # off/on, at most
 QUIET_PAIRS = 7  # enough of them
 QUIET = 0.03  # of the machine, for others
@@ -42,6 +45,8 @@ def app(**options: Any) -> Iterator[tuple[Terminal, Path]]:
         log = Path(folder) / "log.jsonl"
         home = options.pop("home", folder)
         environment: dict[str, str] = {f"FLINT_{kind}_DIR": f"{home}/{kind}" for kind in ("DATA", "CONFIG", "CACHE")}
+        if "model" in options:
+            environment["FLINT_CACHE_DIR"] = str(cache_dir())
         with fake_app({**options, "log": str(log)}, (120, 36), ignore_hangup=False, **environment) as terminal:
             yield terminal, log
 
@@ -82,42 +87,53 @@ def others_since() -> Callable[[], float]:
     return share
 
 
-def rate_without_screen(rate: int, tokens: int) -> float:
+def rate_of(reply: dict[str, Any]) -> float:
+    return (reply["tokens"] - 1) / (reply["last"] - reply["first"])
+
+
+def rate_without_screen(engine: ChatEngine, found: dict[str, Any]) -> float:
     """In the thread that decodes for the app, which nobody disturbs."""
-    found: dict[str, Any] = {}
-    engine = PacedEngine({"rate": rate, "tokens": tokens}, lambda what, **values: found.update(values))
     thread = EngineThread(lambda model, say: engine)
     thread.load(None)
-    thread.reply(1, [], TurnOptions())
+    thread.reply(1, [{"role": "user", "content": PROMPT}], TurnOptions())
     while thread.busy:
         time.sleep(0.1)
     thread.close()
-    return (found["tokens"] - 1) / (found["last"] - found["first"])
+    return rate_of(found)
 
 
-def rate_with_screen(rate: int, tokens: int) -> float:
-    with app(rate=rate, tokens=tokens) as (terminal, log):
+def rate_with_screen(options: dict[str, Any]) -> float:
+    with app(**options) as (terminal, log):
         terminal.wait_for(READY)
         wait_entry(log, "loaded")
-        terminal.type("go\r")
-        reply = wait_entry(log, "reply")
-        return (reply["tokens"] - 1) / (reply["last"] - reply["first"])
+        terminal.type(f"{PROMPT}\r")
+        return rate_of(wait_entry(log, "reply"))
+
+
+def compare(name: str, options: dict[str, Any], engine: Callable[[dict[str, Any], Any], ChatEngine]) -> None:
+    """Pairs off/on; a busy machine slows the process with more threads, so the pairs of its quietest moments count."""
+    pairs: list[tuple[float, float, float]] = []
+    while len(pairs) < PAIRS and sum(others < QUIET for others, _, _ in pairs) < QUIET_PAIRS:
+        share = others_since()
+        found: dict[str, Any] = {}
+        off = rate_without_screen(engine(options, lambda what, _found=found, **values: _found.update(values)), found)
+        on = rate_with_screen(options)
+        pairs.append((share(), off, on))
+    pairs = sorted(pairs)[:QUIET_PAIRS]
+    off, on = (statistics.median(pair[i] for pair in pairs) for i in (1, 2))
+    ratio = statistics.median(pair[2] / pair[1] for pair in pairs)
+    print(f"{name}: {off:.0f} tok/s off, {on:.0f} on, {ratio:.3f}, median of {len(pairs)} pairs "
+          f"(others {pairs[0][0]:.0%} to {pairs[-1][0]:.0%})")  # fmt: skip
 
 
 def throughput() -> None:
-    """Pairs off/on; a busy machine slows the process with more threads, so the pairs of its quietest moments count."""
     for rate in (600, 2000):
-        tokens = int(rate * SECONDS)
-        pairs: list[tuple[float, float, float]] = []
-        while len(pairs) < PAIRS and sum(others < QUIET for others, _, _ in pairs) < QUIET_PAIRS:
-            share = others_since()
-            off, on = rate_without_screen(rate, tokens), rate_with_screen(rate, tokens)
-            pairs.append((share(), off, on))
-        pairs = sorted(pairs)[:QUIET_PAIRS]
-        off, on = (statistics.median(pair[i] for pair in pairs) for i in (1, 2))
-        ratio = statistics.median(pair[2] / pair[1] for pair in pairs)
-        print(f"throughput at {rate} tok/s: {off:.0f} off, {on:.0f} on, {ratio:.3f} "
-              f"(others {pairs[0][0]:.0%} to {pairs[-1][0]:.0%})")  # fmt: skip
+        compare(f"throughput at {rate} tok/s", {"rate": rate, "tokens": int(rate * SECONDS)}, PacedEngine)
+
+
+def real_throughput() -> None:
+    """The CPU decoder and the packed default model; only on request."""
+    compare("throughput of the CPU decoder", {"model": "smollm2-135m-instruct", "tokens": 600}, TimedEngine)
 
 
 def escape_latency() -> None:
@@ -246,13 +262,23 @@ def long_reply() -> None:
             print(f"30,000 tokens at 1,000 tok/s, {name}: {steps} of a core (each 5 s)")
 
 
-ALL = (throughput, escape_latency, key_echo, first_paint, leaving, idle_cpu, long_conversations, long_reply)
+ALL = (
+    throughput,
+    real_throughput,
+    escape_latency,
+    key_echo,
+    first_paint,
+    leaving,
+    idle_cpu,
+    long_conversations,
+    long_reply,
+)
 
 
 def main() -> None:
     wanted = sys.argv[1:]
     for measure in ALL:
-        if not wanted or measure.__name__ in wanted:
+        if measure.__name__ in wanted or not (wanted or measure is real_throughput):
             share = others_since()
             measure()
             print(f"    others: {share():.0%} of the machine", flush=True)

@@ -4,7 +4,8 @@
 
 Options: rate (tokens per second, 0 as fast as it goes), tokens per reply, words (the script), prefill_s and load_s
 (native work that does not look at the cancel flag), packing (a model can be packed, which never ends), noise (write to
-descriptors 1 and 2 as a C library would), buggy (F1 raises), resume, log (a file that gets one JSON object a line: what
+descriptors 1 and 2 as a C library would), buggy (F1 raises), model (no fake, but this packed model on the CPU, greedy),
+resume, log (a file that gets one JSON object a line: what
 happened, and when on the system's monotonic clock).
 """
 
@@ -23,8 +24,9 @@ from typing import Any
 import flint_tui
 from engine.events import Event, Finished, Prefilled, Tokens, Usage
 from engine.progress import Progress
-from flint_tui.engine_door import ChatTurn, TurnOptions
+from flint_tui.engine_door import ChatEngine, ChatTurn, TurnOptions, opener
 from flint_tui.model_shelf import Model
+from flint_tui.options import ChatOptions
 from tests.flint_tui.fake_engine import FACTS
 
 WORDS = ("flint", " strikes", " steel", ",", " a", " spark", " falls", " on", " tinder", ".\n\n")
@@ -76,6 +78,28 @@ class PacedEngine:
         pass
 
 
+class TimedEngine:
+    """A real engine that decodes `tokens` tokens greedily, and logs when the first and the last came."""
+
+    def __init__(self, options: dict[str, Any], log: Any) -> None:
+        self._engine = opener(ChatOptions(backend="cpu"))(options["model"], lambda text: None)
+        self.facts = self._engine.facts
+        self.piece = self._engine.piece
+        self.close = self._engine.close
+        self.tokens = options.get("tokens")
+        self.log = log
+
+    def reply(self, messages: Sequence[ChatTurn], options: TurnOptions, cancel: threading.Event) -> Iterator[Event]:
+        assert self.facts.sampling is not None
+        greedy = replace(self.facts.sampling, temperature=0.0)
+        times: list[float] = []
+        for event in self._engine.reply(messages, replace(options, sampling=greedy, max_tokens=self.tokens), cancel):
+            if isinstance(event, Tokens):
+                times += [time.monotonic()] * len(event.ids)
+            yield event
+        self.log("reply", first=times[0], last=times[-1], tokens=len(times), reason="stop")
+
+
 class EndlessShelf:
     """One model whose packing does not look at the cancel flag."""
 
@@ -97,10 +121,11 @@ def main() -> int:
             file.write(json.dumps({"what": what, "at": time.monotonic(), **values}) + "\n")
             file.flush()
 
-    def open_engine(model: str | None, say: Any) -> PacedEngine:
+    def open_engine(model: str | None, say: Any) -> ChatEngine:
         time.sleep(options.get("load_s", 0.0))
+        engine = TimedEngine(options, log) if "model" in options else PacedEngine(options, log)
         log("loaded")
-        return PacedEngine(options, log)
+        return engine
 
     from flint_tui.app import FlintApp, run
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
-import platform
-import struct
 import subprocess
 import sys
 import threading
@@ -27,7 +24,6 @@ from flint_tui.bench_quick import BenchProgress, BenchResult, BenchRow, BenchSto
 from flint_tui.decode_thread import EngineThread, JobDone, Loaded, LoadFailed, ReplyEvent
 from flint_tui.engine_door import TurnOptions
 from flint_tui.live import Live, merge
-from flint_tui.promptness import SLICE_NS, go_on_promptly
 from flint_tui.settings import Settings, SettingsError, _is_key, load_keys
 from flint_tui.widgets import glyphs
 from flint_tui.widgets.gpu_panel import rows
@@ -370,30 +366,3 @@ def test_an_unknown_conversation_is_refused_before_the_screen_opens() -> None:
     with pytest.raises(ConversationNotFound):
         FlintApp(lambda model, say: FakeEngine(), resume="nosuch")
     assert os.isatty(2) == os.isatty(2)
-
-
-def test_a_thread_gets_a_short_slice_and_keeps_its_priority() -> None:
-    found: list[object] = []
-
-    def run() -> None:
-        before = os.getpriority(os.PRIO_PROCESS, 0)
-        granted = go_on_promptly()
-        found.extend((granted, os.getpriority(os.PRIO_PROCESS, 0) - before, slice_ns()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    granted, moved, slice_now = found
-    assert moved == 0
-    assert granted == (sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"))
-    assert slice_now in (0, SLICE_NS)  # 0: a kernel before 6.12
-
-
-def slice_ns() -> int:
-    """What the kernel says of the calling thread's slice."""
-    number = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
-    if sys.platform != "linux" or number is None:
-        return 0
-    attributes = ctypes.create_string_buffer(56)
-    assert ctypes.CDLL(None).syscall(number, 0, attributes, 56, 0) == 0
-    return struct.unpack_from("=Q", attributes, 24)[0]
