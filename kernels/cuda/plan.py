@@ -347,6 +347,14 @@ def make_plan(
     if stages < fewest:
         raise Unsupported(f"{shared_limit} bytes of shared memory are too few for this model")
 
+    def window(most: int, names: tuple[str, ...]) -> int:
+        """Stages in flight. Copies end in any order, and a warp that waits for a slot knows only that the stage a round
+        before its own has come: what the slot held before must not be among those still in flight then."""
+        for name in names:
+            spare = stages - warps // phases[name].units_per_stage(wanted, warps)
+            most = min(most, spare or most)
+        return min(most, stages - 1)
+
     def f(value: float) -> str:
         return f"{float(value)!r}f"
 
@@ -373,9 +381,9 @@ def make_plan(
         "KV_PER_STAGE": str(kv_per_stage),
         "STAGE_BYTES": str(stage),
         "STAGES": str(stages),
-        "LAYER_WINDOW": str(min(tuning.get("WINDOW", WINDOW), stages - 1)),
-        "BUSY_WINDOW": str(min(tuning.get("BUSY_WINDOW", BUSY_WINDOW), stages - 1)),
-        "HEAD_WINDOW": str(min(tuning.get("HEAD_WINDOW", HEAD_WINDOW), stages - 1)),
+        "LAYER_WINDOW": str(window(tuning.get("WINDOW", WINDOW), PHASES[:-1])),
+        "BUSY_WINDOW": str(window(tuning.get("BUSY_WINDOW", BUSY_WINDOW), PHASES[:-1])),
+        "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", HEAD_WINDOW), PHASES[-1:])),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", STAGE_LOADS)),
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),

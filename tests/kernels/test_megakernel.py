@@ -13,7 +13,7 @@ from engine.packed.matrix import Storage
 from engine.packed.tensors import tensor_shapes
 from kernels.build import CUDA_DIRECTORY, compile_cubin
 from kernels.cuda.plan import Plan, Unsupported, make_plan, phases_of, split_tiles
-from tests.gpu.models import config_of
+from tests.gpu.models import SHAPES, config_of
 
 # SMs and the largest dynamic shared memory of a block (CUDA programming guide, compute capabilities): A100, RTX 3090,
 # RTX 4090, H200, B200, RTX 5090.
@@ -66,6 +66,21 @@ def test_smollm2s_kernel_compiles(arch: str, columns: int, record_property):
 def test_a_ring_too_short_for_the_warps_is_refused_by_the_plan(arch: str):
     with pytest.raises(Unsupported, match="shared memory"):
         plan_for(config_of("smollm2-135m"), arch, 2, Storage("int4", 32, symmetric=False), Storage("int8", 32))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_slot_held_before_has_come_when_a_warp_looks_at_it(shape: str, columns: int):
+    """A warp knows that the stage one round before its own has come; `window` may be in flight beside that one."""
+    try:
+        plan = plan_for(config_of(shape), "sm_90a", columns, Storage("int4", 128), Storage("int8", 128))
+    except Unsupported:
+        pytest.skip("no such plan on an H200")
+    stages, warps = int(plan.constants["STAGES"]), int(plan.constants["CONSUMER_WARPS"])
+    for name in plan.phases:
+        turn = warps // int(plan.constants[f"{name.upper()}_UNITS_PER_STAGE"])
+        for window in ("HEAD_WINDOW",) if name == "head" else ("LAYER_WINDOW", "BUSY_WINDOW"):
+            assert stages == turn or turn + int(plan.constants[window]) <= stages, (name, window)
 
 
 @pytest.mark.slow
