@@ -1,4 +1,4 @@
-"""The decode kernel's ring where copies end late and in any order (cuda_on_cpu/sm.h): nothing is read before it has come."""
+"""The decode kernel's ring where copies end late and in any order (sm.h): nothing is read before it has come."""
 
 from __future__ import annotations
 
