@@ -3,6 +3,7 @@
     prompt -> longest prefix already in the KV cache is kept, the rest fed in chunks -> first token
     single pass:   feed the last token, sample the next       (in the backend's own loop, where it has one)
     speculation:   draft K, feed K + 1 in one step, keep what the target agrees with, roll the cache back
+                   (in the backend's own loop, where it can look drafts up itself)
 
 The token just chosen is not in the cache yet: the conversation is one longer than what has been fed.
 """
@@ -12,14 +13,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.backends.base import Backend, TokenBatch, WholeLoop
+from engine.backends.base import Backend, SpeculativeLoop, TokenBatch, TokenStream, WholeLoop
 from engine.drafting.base import Draft, Drafter
 from engine.drafting.draft_length import DraftLength
+from engine.drafting.loop_pace import LoopPace, compared, width_for
 from engine.drafting.verify import verify
 from engine.errors import BackendError, CheckpointError, ContextOverflow, DrafterError, FlintError
 from engine.events import Event, Finished, Note, Prefilled, PrefillProgress
@@ -209,7 +211,11 @@ class _Generation:
         while self._goes_on():
             draft = self._draft()
             if draft.ids and self.drafter is not None:
-                yield from self._verify_step(self.drafter, draft)
+                if isinstance(self.backend, SpeculativeLoop) and self._loop_drafts(self.backend, self.drafter):
+                    width = width_for(self.options.draft_tokens or len(draft.ids), self.backend.loop_widths)
+                    yield from self._stream_speculative(self.backend, self.drafter, width)
+                else:
+                    yield from self._verify_step(self.drafter, draft)
             elif isinstance(self.backend, WholeLoop) and not self._feature_layers:
                 yield from self._stream(self.backend)
             else:
@@ -277,12 +283,16 @@ class _Generation:
                 expected = draft[0] if draft else None
                 yield from self._tell_when_due()
         finally:
-            stream.cancel()
-            for batch in batches:  # what it had decoded when it saw the flag
-                take(batch)
-            with contextlib.suppress(BackendError):
-                self.decoder.cached[:] = conversation[: self.backend.position]
-            self.draft_seconds = 0.0  # of a declined draft before the loop, whose clock does not hold that time
+            self._leave(stream, batches, take)
+
+    def _leave(self, stream: TokenStream, batches: Iterator[TokenBatch], take: Callable[[TokenBatch], None]) -> None:
+        """End a backend's loop: take what it had decoded when it saw the flag, and settle what is cached."""
+        stream.cancel()
+        for batch in batches:
+            take(batch)
+        with contextlib.suppress(BackendError):
+            self.decoder.cached[:] = self.history[: self.backend.position]
+        self.draft_seconds = 0.0  # of a draft before the loop, whose clock does not hold that time
 
     # --- speculation ----------------------------------------------------------------------------------------------
 
@@ -346,6 +356,67 @@ class _Generation:
         )
         self.reply.add(verified.tokens, step, accepted=verified.accepted)
         yield from self._tell_when_due()
+
+    def _loop_drafts(self, backend: SpeculativeLoop, drafter: Drafter) -> bool:
+        """Whether the backend's loop can look up the same drafts itself."""
+        return drafter.name == "ngram" and bool(backend.loop_widths) and backend.can_speculate(self.sampling)
+
+    def _stream_speculative(self, backend: SpeculativeLoop, drafter: Drafter, width: int) -> Iterator[Event]:
+        """Drafting and verifying in the backend's own loop, until the reply ends, or single pass or a wider step is the
+        better way. Its clock times the steps, drafting included."""
+        fixed = self.options.draft_tokens
+        pace = LoopPace(self.decoder.follow(drafter), width, backend.loop_widths)
+        fed, clock = len(self.decoder.cached), 0.0
+        stream = backend.stream_speculative(
+            self.history[-1],
+            sampling=self.sampling,
+            max_tokens=self.reply.tokens_left,
+            stop_ids=self.reply.stop_ids,
+            history=tuple(self.history),
+            width=width,
+            most_drafts=fixed,
+        )
+
+        def take(batch: TokenBatch) -> None:
+            nonlocal fed, clock
+            first = 0
+            for step in batch.steps:
+                ids, end = batch.ids[first : first + step.tokens], batch.seconds[first + step.tokens - 1]
+                self.history.extend(ids)
+                if self.reply.reason is None:
+                    tested = compared(step)
+                    reading = Reading(
+                        steps=1,
+                        verify_steps=int(step.drafted > 0),
+                        seconds=end - clock,
+                        bytes=self.backend.ledger(width, fed).total,
+                        drafted=step.drafted,
+                        accepted=step.accepted,
+                        position_drafted=(1,) * tested,
+                        position_accepted=tuple(int(i < step.accepted) for i in range(tested)),
+                    )
+                    self.reply.add(ids, reading, accepted=step.accepted)
+                    pace.record(step, end - clock)
+                first, fed, clock = first + step.tokens, fed + step.tokens, end
+            if batch.error:
+                raise BackendError(batch.error)
+
+        batches = iter(stream)
+        better = width
+        try:
+            for batch in batches:
+                take(batch)
+                self._lap()
+                better = width if fixed is not None else pace.best_width
+                if not self._goes_on() or better != width:
+                    break
+                yield from self._tell_when_due()
+        finally:
+            self._leave(stream, batches, take)
+        if better > width and self._goes_on():
+            yield from self._stream_speculative(backend, drafter, better)
+        elif better == 1 and self._goes_on() and isinstance(self.backend, WholeLoop):
+            yield from self._stream(self.backend)  # and not at once into another loop of this kind
 
     # --- the drafter and the clock --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from engine.backends.base import ByteLedger, StepOutput, TokenBatch
+from engine.backends.base import ByteLedger, LoopStep, StepOutput, TokenBatch
 from engine.config import ModelConfig
 from engine.errors import BackendError, ContextOverflow
 from engine.sampling import Sampling, sample
@@ -153,3 +153,70 @@ class FakeStream:
     @staticmethod
     def _times(backend: FakeLoopBackend, done: int, count: int) -> list[float]:
         return [backend.step_seconds * (done - count + 1 + i) for i in range(count)]
+
+
+class FakeSpeculativeBackend(FakeLoopBackend):
+    """Implements SpeculativeLoop, too: its steps draft what followed the last token's latest occurrence."""
+
+    loop_widths: tuple[int, ...] = (2, 4, 8)
+    row_cost = 0.05  # of a single step, for each further row of the loop's width
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.loops: list[int] = []  # the width of every speculative loop
+
+    def can_speculate(self, sampling: Sampling) -> bool:
+        return sampling.repeat_penalty == 1.0
+
+    def stream_speculative(
+        self,
+        token: int,
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        history: Sequence[int],
+        width: int,
+        most_drafts: int | None = None,
+    ) -> FakeSpeculativeStream:
+        assert width in self.loop_widths
+        assert self.can_speculate(sampling)
+        self.loops.append(width)
+        return FakeSpeculativeStream(self, token, sampling, max_tokens, stop_ids, list(history), width, most_drafts)
+
+
+class FakeSpeculativeStream(FakeStream):
+    def __init__(self, backend, token, sampling, max_tokens, stop_ids, history, width, most_drafts) -> None:
+        self._width, self._most = width, width - 1 if most_drafts is None else min(most_drafts, width - 1)
+        super().__init__(backend, token, sampling, max_tokens, stop_ids, history)
+
+    def _decode(self, backend, token, sampling, max_tokens, stop_ids, history) -> Iterator[TokenBatch]:
+        done, clock, ids, seconds, steps = 0, 0.0, [], [], []
+        over = False
+        while not over and not self._cancelled and done < max_tokens and backend.position < backend.context_size:
+            earlier = [i for i, known in enumerate(history[:-1]) if known == history[-1]]
+            room = min(self._most, max_tokens - done - 1)
+            draft = history[earlier[-1] + 1 :][:room] if earlier else []
+            clock += backend.step_seconds * (1 + backend.row_cost * (self._width - 1))
+            kept = 0
+            try:
+                while True:
+                    token = sample(backend.step((history[-1],)).logits[0], sampling, history)
+                    history.append(token)
+                    kept += 1
+                    over = token in stop_ids
+                    if over or kept > len(draft) or token != draft[kept - 1]:
+                        break
+            except BackendError as failure:
+                yield TokenBatch([], [], error=str(failure))
+                return
+            accepted = sum(1 for a, b in zip(draft, history[-kept:], strict=False) if a == b)
+            ids += history[-kept:]
+            seconds += [clock] * kept
+            steps.append(LoopStep(kept, len(draft), accepted, evidence=int(bool(draft))))
+            done += kept
+            if len(steps) == backend.batch or over:
+                yield TokenBatch(ids, seconds, steps=steps)
+                ids, seconds, steps = [], [], []
+        if ids:
+            yield TokenBatch(ids, seconds, steps=steps)

@@ -53,16 +53,31 @@ class StepOutput:
 
 
 @dataclass(frozen=True)
+class LoopStep:
+    """One step of a speculative loop: tokens it brought, drafts it verified, and how many of these were right.
+
+    evidence: what the drafts were based on, as in drafting.base.Draft.
+    """
+
+    tokens: int
+    drafted: int
+    accepted: int
+    evidence: int
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """Tokens that a whole-loop backend produced since the last batch.
 
     ids: token ids in order. seconds: for each, the backend's clock at its completion, in seconds since the start of
-    the stream. error: one line, set in the last batch when the backend failed (then the stream ends).
+    the stream. error: one line, set in the last batch when the backend failed (then the stream ends). steps: of a
+    speculative loop, the steps that brought the ids, all of them whole; else empty, as each token is a step.
     """
 
     ids: list[int]
     seconds: list[float]
     error: str = ""
+    steps: Sequence[LoopStep] = ()
 
 
 class TokenStream(Protocol):
@@ -73,7 +88,7 @@ class TokenStream(Protocol):
     def __iter__(self) -> Iterator[TokenBatch]: ...
 
     def cancel(self) -> None:
-        """Stop within one token. Idempotent, callable from any thread."""
+        """Stop within one token, or one step of several. Idempotent, callable from any thread."""
         ...
 
 
@@ -136,5 +151,36 @@ class WholeLoop(Protocol):
         history: every token of the conversation up to and including `token` (for the repeat penalty; its length is
         also the index of the first draw, so that step-by-step decoding with the same seed gives the same tokens).
         Yields at most max_tokens tokens.
+        """
+        ...
+
+
+@runtime_checkable
+class SpeculativeLoop(Protocol):
+    """A whole-loop backend that also drafts, by prompt lookup in the history, and verifies inside its loop."""
+
+    loop_widths: tuple[
+        int, ...
+    ]  # tokens that a step may be made for, above 1, ascending; () where none fits the device
+
+    def can_speculate(self, sampling: Sampling) -> bool:
+        """Whether `stream_speculative` can choose tokens this way."""
+        ...
+
+    def stream_speculative(
+        self,
+        token: int,
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        history: Sequence[int],
+        width: int,
+        most_drafts: int | None = None,
+    ) -> TokenStream:
+        """`WholeLoop.stream`, the same tokens, in steps that verify up to most_drafts (None: width - 1) drafts each.
+
+        width: one of `loop_widths`; a step costs what that many tokens cost, drafted or not. `history` is what drafts
+        are looked up in.
         """
         ...

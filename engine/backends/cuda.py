@@ -1,7 +1,9 @@
 """Decoding on an NVIDIA GPU: the megakernel for one to eight tokens and for whole replies, cuBLAS for the prompt.
 
 A prompt's chunk runs through kernels.cuda.prefill, which writes the same KV cache. A reply is one launch: the kernel
-samples, embeds its own samples and puts ids into pinned memory, where the stream below picks them up. A stream that
+samples, embeds its own samples and puts ids into pinned memory, where the stream below picks them up. With drafts by
+prompt lookup it is one launch, too, unless there is a repeat penalty, which is another one after each draft: those
+replies are verified step by step from the host. A stream that
 brings nothing for WATCHDOG_SECONDS is given up: the reply ends with an error and the app lives.
 """
 
@@ -12,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from engine.backends.base import ByteLedger, StepOutput, TokenBatch
+from engine.backends.base import ByteLedger, LoopStep, StepOutput, TokenBatch
 from engine.config import ModelConfig
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
 from engine.files.paths import cache_dir
@@ -24,8 +26,9 @@ from kernels.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, Gpu, GpuUnavai
 from kernels.cuda.plan import KernelDims
 
 if TYPE_CHECKING:
-    from kernels.cuda.megakernel import Megakernel, TokenRing
+    from kernels.cuda.megakernel import DeviceSampling, Megakernel
     from kernels.cuda.prefill import Prefill
+    from kernels.cuda.token_ring import TokenRing
 
 DEFAULT_CONTEXT = 32768  # positions, where the model allows and memory has room
 COLUMNS = 8  # most tokens that one pass of the megakernel takes
@@ -65,6 +68,7 @@ class CudaBackend:
         """Over an opened megakernel and prefill, whose cache holds `context_size` positions. columns: the most tokens
         of one pass that this model and GPU allow."""
         self.verify_width = columns
+        self.loop_widths = tuple(width for width in (2, 4, 8) if width <= columns)
         self.config, self.context_size, self.gpu = config, context_size, gpu
         self.description = f"cuda {gpu.name}"
         self._megakernel: Megakernel | None = megakernel
@@ -149,8 +153,47 @@ class CudaBackend:
         stop_ids: frozenset[int],
         history: Sequence[int],
     ) -> _CudaStream:
-        from kernels.cuda.megakernel import DeviceSampling
+        megakernel, room = self._begin_stream(token, history)
+        with self._failures():
+            ring = megakernel.stream(
+                token, self._position, _on_device(sampling), min(max_tokens, room), sorted(stop_ids), list(history)
+            )
+        self._stream = _CudaStream(self, ring)
+        return self._stream
 
+    def can_speculate(self, sampling: Sampling) -> bool:
+        """Not with a repeat penalty: its window differs from draft to draft."""
+        return bool(self.loop_widths) and (sampling.repeat_penalty == 1.0 or sampling.repeat_window == 0)
+
+    def stream_speculative(
+        self,
+        token: int,
+        *,
+        sampling: Sampling,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        history: Sequence[int],
+        width: int,
+        most_drafts: int | None = None,
+    ) -> _CudaStream:
+        if width not in self.loop_widths or not self.can_speculate(sampling):
+            raise ValueError(f"no speculative loop of {width} tokens with {sampling}")
+        megakernel, room = self._begin_stream(token, history)
+        with self._failures():
+            ring = megakernel.stream_speculative(
+                self._position,
+                _on_device(sampling),
+                min(max_tokens, room),
+                sorted(stop_ids),
+                list(history),
+                columns=width,
+                most_drafts=width - 1 if most_drafts is None else most_drafts,
+            )
+        self._stream = _CudaStream(self, ring)
+        return self._stream
+
+    def _begin_stream(self, token: int, history: Sequence[int]) -> tuple[Megakernel, int]:
+        """The kernel, and the positions left; raises where `token` cannot be fed."""
         megakernel = self._check_open()
         self._settle_stream()
         if not history or history[-1] != token:
@@ -160,21 +203,7 @@ class CudaBackend:
         room = self.context_size - self._position
         if room < 1:
             raise ContextOverflow(f"the context of {self.context_size} tokens is full")
-        chosen = DeviceSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repeat_penalty=sampling.repeat_penalty,
-            repeat_window=sampling.repeat_window,
-            seed=sampling.seed,
-        )
-        with self._failures():
-            ring = megakernel.stream(
-                token, self._position, chosen, min(max_tokens, room), sorted(stop_ids), list(history)
-            )
-        self._stream = _CudaStream(self, ring)
-        return self._stream
+        return megakernel, room
 
     def prefill_chunk(self) -> int:
         from kernels.cuda.prefill import CHUNK
@@ -260,7 +289,7 @@ class CudaBackend:
         """Turns what the kernels, the driver and torch raise into one line."""
         import torch
 
-        from kernels.cuda.megakernel import KernelStopped
+        from kernels.cuda.token_ring import KernelStopped
 
         try:
             yield
@@ -313,17 +342,18 @@ class _CudaStream:
                 pass
 
     def _poll(self) -> TokenBatch:
-        from kernels.cuda.megakernel import KernelStopped
+        from kernels.cuda.token_ring import KernelStopped
 
         try:
-            ids, seconds = self._ring.poll()
+            ids, seconds, steps = self._ring.poll_steps()
         except (KernelStopped, CudaError) as error:
             self._ended = True
             self._backend.lose(f"the GPU failed: {error}")
             return TokenBatch([], [], f"the GPU failed: {error}")
         self._tokens += len(ids)
         self._backend._position = self._start + self._tokens
-        return TokenBatch(ids, seconds)
+        told = [LoopStep(step.tokens, step.drafted, step.accepted, step.match) for step in steps]
+        return TokenBatch(ids, seconds, steps=told)
 
     def _give_up(self) -> TokenBatch:
         """The watchdog: a kernel that still obeys the stop flag costs the reply, one that does not costs the device."""
@@ -340,6 +370,20 @@ class _CudaStream:
 
 
 # --- opening ------------------------------------------------------------------------------------------------------
+
+
+def _on_device(sampling: Sampling) -> DeviceSampling:
+    from kernels.cuda.megakernel import DeviceSampling
+
+    return DeviceSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repeat_penalty=sampling.repeat_penalty,
+        repeat_window=sampling.repeat_window,
+        seed=sampling.seed,
+    )
 
 
 def kernel_dims(config: ModelConfig) -> KernelDims:
@@ -389,8 +433,9 @@ def _open(
             cubin_cache=cache,
             progress=progress,
         )
-        columns = max(megakernel.widths())
-        for width in {1, columns}:
+        widths = megakernel.widths()
+        columns = max(widths)
+        for width in widths:
             megakernel.compile(width)
         cubin = compile_cubin(
             SOURCE,

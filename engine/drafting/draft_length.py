@@ -113,6 +113,10 @@ class DraftLength:
         """How many of `available` drafted tokens (drafting is paid for) to verify; 0: single pass."""
         return self._decide(self._class(evidence), min(available, self.max_draft), 0.0)
 
+    def estimate(self, evidence: int) -> int:
+        """How many drafts of a class are best verified in a step; 0: none. A look, not a decision."""
+        return self._best(self._class(evidence), self.max_draft, 0.0)
+
     @property
     def paused(self) -> bool:
         """Drafts have been declined, one after the other, for a while, or have cost too much altogether."""
@@ -129,15 +133,7 @@ class DraftLength:
     def _decide(self, acceptance: _Acceptance, available: int, draft_seconds: float) -> int:
         if available < 1:
             return 0
-        single = 1 / self.cost(1)
-        best, best_rate = 0, GAIN_WANTED * single
-        expected = reached = 1.0
-        for count in range(1, available + 1):
-            reached *= acceptance.rate(count - 1)
-            expected += reached
-            rate = expected / (self.cost(count + 1) + count * draft_seconds)
-            if rate > best_rate:
-                best, best_rate = count, rate
+        best = self._best(acceptance, available, draft_seconds)
         if best and self._solvent:
             self._paused_for = 0
             acceptance.declined = 0
@@ -149,6 +145,17 @@ class DraftLength:
             acceptance.probe_after = min(2 * acceptance.probe_after, PROBE_LIMIT)
             return min(available, 2)
         return 0
+
+    def _best(self, acceptance: _Acceptance, available: int, draft_seconds: float) -> int:
+        best, best_rate = 0, GAIN_WANTED / self.cost(1)
+        expected = reached = 1.0
+        for count in range(1, available + 1):
+            reached *= acceptance.rate(count - 1)
+            expected += reached
+            rate = expected / (self.cost(count + 1) + count * draft_seconds)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best
 
     @property
     def _solvent(self) -> bool:

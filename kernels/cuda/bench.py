@@ -160,7 +160,9 @@ def main() -> None:
                         figures = " ".join(f"{v * clock / per:6.2f}" for v in (mean, least, most))
                         print(f"    {name:24s} {figures}")
                     layer = sum(
-                        kernel.profile()[n][0] for n in PROFILE_NAMES.values() if not n.startswith(("head", "choose", "producer"))
+                        kernel.profile()[n][0]
+                        for n in PROFILE_NAMES.values()
+                        if not n.startswith(("head", "choose", "producer"))
                     )
                     print(f"    {'layer':24s} {layer * clock / passes / dims.layers:6.2f}")
         kernel.close()

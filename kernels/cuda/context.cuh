@@ -4,7 +4,7 @@
 
 constexpr int PROFILE_SLOTS = 32;
 
-enum Mode { STEP = 0, GREEDY = 1, SAMPLE = 2 };  // STEP: logits only, one pass
+enum Mode { STEP = 0, GREEDY = 1, SAMPLE = 2 };  // STEP: logits only, one pass; else a loop, speculative with COLUMNS > 1
 
 struct SmTiles {  // one row per SM; mirrored by loading.py
     int first[PHASES];
@@ -15,7 +15,7 @@ struct SmTiles {  // one row per SM; mirrored by loading.py
 
 struct HostToken {  // one per produced token, in pinned memory
     u32 id;
-    u32 sequence;  // 1 + index once the entry is complete
+    u32 step;  // 1 + index once the entry is complete; a speculative loop says more in both (speculate.cuh)
     u64 nanoseconds;
 };
 
@@ -35,18 +35,21 @@ struct Parameters {  // mirrored by megakernel.py
     const int* feature_slot;  // [LAYERS + 1]: slot or -1
     const int* stop_ids;
     const int* window_ids;  // the last window_count ids of the history, oldest first
-    int* ids;               // [max_tokens] produced ids
+    int* ids;               // [max_tokens] produced ids; several columns: the history (draw_index ids), then these
     HostToken* host_tokens;
     const u32* host_stop;
     u32* host_report;
     u32* host_started;  // [0] 1 once running, then u64 [1]: the clock at the start
     long long* profile;  // [SMS][PROFILE_SLOTS], or null
+    u64* candidates;     // of several columns: [COLUMNS][SMS], then [COLUMNS] drawn ids; zeroed before each launch
     long long kv_layer_stride, kv_head_stride;  // elements
     u64 seed;
     int tokens[8];
     int columns, position, max_tokens, mode;
     int stop_count, window_count, window, draw_index, top_k;
     float temperature, top_p, min_p, repeat_penalty;
+    int least_match, most_drafts;  // of speculation: tokens that an occurrence must have in common, drafts a step
+    int forced_sixteenths;         // with FORCED_ACCEPTANCE: drafts taken as right in 16 steps
 };
 
 constexpr int PADDED_TOKENS = TOKEN_TILES * 4;
@@ -71,6 +74,18 @@ struct KeyShare {
 constexpr int SQUARE_ITEMS = (HIDDEN + 255) / 256;
 static_assert(SQUARE_ITEMS <= 32, "a warp adds them up");
 enum NormedPhase { NORM_QKV, NORM_GATE_UP, NORM_HEAD, NORMED_PHASES };
+
+constexpr int MOST_MATCH = 32;  // tokens; longer matches of a draft's origin are not told apart
+
+// The speculative loop's step (speculate.cuh), the same on every SM.
+struct Step {
+    int tokens[COLUMNS];  // the newest token, its drafts, then the newest again
+    int drafted, match;   // match: tokens that the history's end and the drafts' origin have in common
+    int position;         // of the first
+    int choice[COLUMNS];  // the target's token after each
+    float top[COLUMNS];   // the largest logit there
+    int produced, count;  // tokens and steps so far
+};
 
 struct Shared {
     RingBarriers ring;
@@ -98,8 +113,18 @@ struct Shared {
     int asked_to_end;  // by the host, before this token
     int stop;          // the producer, after it
     u32 stop_asked;
+    Step step;
+    u32 suffix[COLUMNS > 1 ? MOST_MATCH : 1];  // the last tokens of the history, the newest first
     u32 seen[SEEN_ROWS];  // how often the penalty's window holds each id of this SM's rows of the head
 };
+
+// The token of a column. The only one is in a register, several are in shared memory.
+__device__ __forceinline__ int token_of(const Shared& s, int column, int only_token) {
+    if constexpr (COLUMNS == 1)
+        return only_token;
+    else
+        return s.step.tokens[column];
+}
 
 // Dynamic shared memory: the ring's slots, the arena (activations and sums; attention reuses it), then Shared.
 static_assert(STAGES * STAGE_BYTES + ARENA_BYTES + sizeof(Shared) <= SHARED_BYTES, "plan.py counts shared memory");

@@ -45,7 +45,7 @@ struct Window {
     }
 };
 
-// Logits of this SM's rows. Returns the thread's best candidate.
+// Logits of this SM's rows. Returns the thread's best candidate: all that a warp sees are of column warp % COLUMNS.
 __device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 layers) {
     u64 best = 0;
     const Epoch epoch(layers);
@@ -108,7 +108,7 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
     if (p.mode == SAMPLE) {
         u64* const chosen = reinterpret_cast<u64*>(p.scratch + HOP_TOKEN);
         if (c.sm == 0) {
-            const int token = draw_token(&p, &c.s, c.s.top, philox(u32(p.draw_index + index), p.seed));
+            const int token = draw_token(&p, &c.s, c.s.top, philox(u32(p.draw_index + index), p.seed), p.logits);
             if (threadIdx.x == 0) store_word64(chosen, tag << 32 | u32(token));
         }
         if (threadIdx.x == 0) {

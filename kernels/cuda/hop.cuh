@@ -293,14 +293,14 @@ __device__ __forceinline__ void embedding(const Parameters& p, int token, int k,
 
 // Layer 0's input: every SM embeds the tokens itself. The squares of each item come to c.s.squares.
 template <class P>
-__device__ __forceinline__ void stage_embedding(const Context& c, int first_token) {
+__device__ __forceinline__ void stage_embedding(const Context& c, int only_token) {
     using I = Items<P>;
 #pragma unroll 1
     for (int item = c.warp; item < I::ALL; item += WARPS) {
         const int column = item / I::PER_COLUMN, within = item % I::PER_COLUMN, k = within * ITEM + c.lane * PACKET;
         const bool inside = k < P::K;
         float v[PACKET] = {}, squares = 0.0f;
-        if (inside) embedding(c.p, column == 0 ? first_token : c.p.tokens[column], k, v);
+        if (inside) embedding(c.p, token_of(c.s, column, only_token), k, v);
 #pragma unroll
         for (int e = 0; e < PACKET; e++) {
             squares += v[e] * v[e];

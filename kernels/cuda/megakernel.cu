@@ -1,5 +1,6 @@
 // The decode megakernel: one cooperative launch of one block per SM runs all layers, the head, the choice of the token
-// and the loop over tokens. With COLUMNS > 1 it feeds several tokens at once and stops after their logits.
+// and the loop over tokens. With COLUMNS > 1 it feeds several tokens at once: given ones, of which it leaves the logits,
+// or, in a loop, the newest token and drafts of the next ones.
 //
 // One warp (the producer) streams this SM's weights and keys through the ring; the other 16 (the consumers) go through
 // the phases of every layer, exchanging activations with the other SMs by hops:
@@ -10,8 +11,8 @@
 // shared memory, float32, each row in one place.
 //
 // Files: primitives (PTX), shape (numbers), ring (streaming), context (parameters), hop (exchange and staging), gemv
-// (products), attention, sampling, head. The macros come from plan.py.
-#include "head.cuh"
+// (products), attention, sampling, head, speculate. The macros come from plan.py.
+#include "speculate.cuh"
 
 // Streams this SM's tiles of one phase; returns where the next phase's begin.
 template <class P>
@@ -33,9 +34,10 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
     const u8* const stream = p.weights + tiles.offset;
     producer.weights_end = stream + LAYERS * tiles.layer_bytes + size_t(tiles.count[Head::INDEX]) * Head::TILE_BYTES;
     u32 go_parity = 0;
+    int last_position = 0;
     for (int token = 0;; token++) {
-        const int position = p.position + token;
-        const KeyShare share = key_share(blockIdx.x, position);
+        int position = COLUMNS == 1 || token == 0 ? p.position + token : last_position;
+        KeyShare share = key_share(blockIdx.x, position);
         bool may_go_on = token == 0;
         // May run ahead of the choice of the token as far as the ring holds it all: if this was the last token, nobody
         // will make room.
@@ -45,6 +47,10 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
             may_go_on = true;
             barrier_wait(&s.ring.go, go_parity, WAIT_GO);
             go_parity ^= 1;
+            if constexpr (COLUMNS > 1) {
+                position = *reinterpret_cast<volatile int*>(&s.step.position);
+                share = key_share(blockIdx.x, position);
+            }
             return *reinterpret_cast<volatile int*>(&s.stop) == 0;
         };
         const u8* source = stream;
@@ -52,11 +58,18 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
             if (!QKV_FITS && !await_token()) return producer.drain();
             source = stream_phase<Qkv>(producer, tiles, source);
             if (!OUT_FITS && !await_token()) return producer.drain();
-            if (share.active) {
+            bool attends = share.active;
+            if constexpr (COLUMNS > 1)  // how far the position moves is not known yet, but it is at most one block
+                if (!may_go_on)
+                    attends = key_share(blockIdx.x, position + 1).active || key_share(blockIdx.x, position + COLUMNS).active;
+            if (attends) {
                 if (!await_token()) return producer.drain();
-                const u8* const keys = reinterpret_cast<const u8*>(
-                    p.kv + layer * p.kv_layer_stride + share.head * p.kv_head_stride + size_t(share.first) * (KV_BYTES / 2));
-                producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, QUERY_BLOCKS);
+                if (COLUMNS == 1 || share.active) {
+                    const u8* const keys = reinterpret_cast<const u8*>(p.kv + layer * p.kv_layer_stride +
+                                                                       share.head * p.kv_head_stride +
+                                                                       size_t(share.first) * (KV_BYTES / 2));
+                    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, QUERY_BLOCKS);
+                }
             }
             source = stream_phase<Out>(producer, tiles, source);
             if (!await_token()) return producer.drain();
@@ -66,7 +79,8 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
                 s.stop_asked = *reinterpret_cast<const volatile u32*>(p.host_stop);
         }
         stream_phase<Head>(producer, tiles, source);
-        if (p.mode == STEP || token + 1 >= p.max_tokens) break;
+        if (p.mode == STEP || (COLUMNS == 1 && token + 1 >= p.max_tokens)) break;
+        last_position = position;
     }
     // Every stage is consumed before the consumers end, but the last one's wait may still be pending here.
     producer.drain();
@@ -84,7 +98,7 @@ __device__ __forceinline__ float* feature_of(const Parameters& p, int at) {
     return slot < 0 ? nullptr : p.features + size_t(slot) * COLUMNS * HIDDEN;
 }
 
-// layers: run since the launch, this one included. token: of the first column.
+// layers: run since the launch, this one included. token: the only one, see token_of.
 __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int layer, int position, u32 layers,
                                           int token) {
     u32* const hop = c.p.scratch;
@@ -174,14 +188,14 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
 
 // Before the first layer: this SM's rows of the tokens' embeddings, and what depends on their position. Out of line: what
 // the compiler hoists out of it would be spilled in the layers.
-__device__ __noinline__ void begin_pass(const Parameters* p, Shared* s, int position, int first_token) {
+__device__ __noinline__ void begin_pass(const Parameters* p, Shared* s, int position, int only_token) {
     Context c{*p, *s, nullptr, nullptr, s->tiles, Cursor{}};
     const int rows = c.tiles.count[Out::INDEX] * TILE_ROWS, first = c.tiles.first[Out::INDEX] * TILE_ROWS;
     float* const feature = feature_of(*p, 0);
     for (int i = threadIdx.x; i < rows * COLUMNS; i += CONSUMERS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
         float x[1];
-        embedding(*p, column == 0 ? first_token : p->tokens[column], first + row, x);
+        embedding(*p, token_of(*s, column, only_token), first + row, x);
         s->residual[row][column] = x[0];
         if (feature) feature[column * HIDDEN + first + row] = x[0];
     }
@@ -193,22 +207,33 @@ __device__ __noinline__ void begin_pass(const Parameters* p, Shared* s, int posi
 __device__ __forceinline__ void consume(Context& c) {
     const Parameters& p = c.p;
     Profile profile(c.s.profile);
-    int token = p.tokens[0];
-    if (p.mode != STEP && p.repeat_penalty != 1.0f) Window::open(c);
     u32 layers = 0;
-    for (int index = 0;; index++) {
-        const int position = p.position + index;
-        begin_pass(&p, &c.s, position, token);
+    if constexpr (COLUMNS == 1) {
+        int token = p.tokens[0];
+        if (p.mode != STEP && p.repeat_penalty != 1.0f) Window::open(c);
+        for (int index = 0;; index++) {
+            const int position = p.position + index;
+            begin_pass(&p, &c.s, position, token);
 #pragma unroll 1
-        for (int layer = 0; layer < LAYERS; layer++) run_layer(c, profile, layer, position, ++layers, token);
-        const u64 best = run_head(c, profile, layers);
-        if (p.mode == STEP) break;
-        if constexpr (COLUMNS == 1) {
+            for (int layer = 0; layer < LAYERS; layer++) run_layer(c, profile, layer, position, ++layers, token);
+            const u64 best = run_head(c, profile, layers);
+            if (p.mode == STEP) break;
             bool last;
             token = choose(c, profile, best, index, last);
             if (last) break;
-        } else {
-            break;
+        }
+    } else {
+        // Tokens and position stay in shared memory: registers that live through all layers would be spilled.
+        begin_steps(&p, &c.s);
+        while (true) {
+            begin_pass(&p, &c.s, c.s.step.position, 0);
+#pragma unroll 1
+            for (int layer = 0; layer < LAYERS; layer++) run_layer(c, profile, layer, c.s.step.position, ++layers, 0);
+            const u64 best = run_head(c, profile, layers);
+            if (p.mode == STEP) break;
+            const bool last = end_step(&p, &c.s, best);
+            profile.stamp(25);
+            if (last) break;
         }
     }
 #ifdef PROFILE

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +17,12 @@ from kernels.cuda.kv_layout import cache_shape
 from kernels.cuda.loading import load_weights
 from kernels.cuda.plan import KernelDims, Plan, StoredMatrix, Unsupported
 from kernels.cuda.tiles import TiledWeights
+from kernels.cuda.token_ring import TOKEN_ENTRY, KernelStopped, TokenRing
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceSampling", "KernelDims", "KernelStopped", "Megakernel", "TokenRing", "Unsupported"]
+__all__ = ["DeviceSampling", "KernelDims", "Megakernel", "Unsupported"]
 
 PROFILE_SLOTS = 32
 PROFILE_NAMES = {
@@ -50,13 +49,12 @@ PROFILE_NAMES = {
     21: "head barrier",
     22: "head multiply",
     23: "head sum, publish",
-    25: "choose token",
+    25: "choose token",  # and look up the next drafts
     26: "producer awaits room",
     27: "producer awaits window",
     28: "producer issues",
     29: "producer stages",
 }
-_TOKEN_BYTES = 16
 _MODE_STEP, _MODE_GREEDY, _MODE_SAMPLE = 0, 1, 2
 _POINTER = ctypes.c_uint64
 
@@ -74,10 +72,6 @@ class DeviceSampling:
     seed: int = 0
 
 
-class KernelStopped(RuntimeError):
-    """The kernel stopped answering or failed; the CUDA context may be unusable from here on."""
-
-
 class _Parameters(ctypes.Structure):
     """struct Parameters of context.cuh."""
 
@@ -86,6 +80,7 @@ class _Parameters(ctypes.Structure):
         *[(name, _POINTER) for name in ("inverse_frequencies", "embed_q", "embed_scale", "embed_minimum", "logits")],
         *[(name, _POINTER) for name in ("features", "feature_slot", "stop_ids", "window_ids", "ids")],
         *[(name, _POINTER) for name in ("host_tokens", "host_stop", "host_report", "host_started", "profile")],
+        ("candidates", _POINTER),
         ("kv_layer_stride", ctypes.c_int64),
         ("kv_head_stride", ctypes.c_int64),
         ("seed", ctypes.c_uint64),
@@ -93,59 +88,8 @@ class _Parameters(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("columns", "position", "max_tokens", "mode")],
         *[(name, ctypes.c_int32) for name in ("stop_count", "window_count", "window", "draw_index", "top_k")],
         *[(name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "repeat_penalty")],
+        *[(name, ctypes.c_int32) for name in ("least_match", "most_drafts", "forced_sixteenths")],
     ]
-
-
-class TokenRing:
-    """A running whole-loop decode: tokens arrive in pinned memory while the kernel goes on."""
-
-    def __init__(self, owner: Megakernel, max_tokens: int, finished: torch.cuda.Event) -> None:
-        self._owner, self._max_tokens, self._finished = owner, max_tokens, finished
-        self._taken = 0
-        self._entries = owner._host_tokens
-        self._lock = threading.Lock()
-
-    def poll(self) -> tuple[list[int], list[float]]:
-        """Ids that arrived since the last call, and for each the seconds from the kernel's start to its completion.
-
-        Never blocks. Raises KernelStopped.
-        """
-        with self._lock:
-            ended = self.done
-            first = last = self._taken
-            while last < self._max_tokens and self._entries["sequence"][last] == last + 1:
-                last += 1
-            self._taken = last
-            if last == first and ended:
-                self._owner._raise_if_stopped()
-            started = int(self._owner._host_control[1])
-            rows = self._entries[first:last]
-            return [int(i) for i in rows["id"]], [(int(ns) - started) * 1e-9 for ns in rows["nanoseconds"]]
-
-    @property
-    def done(self) -> bool:
-        """True once the kernel has ended (a last `poll` may still return tokens)."""
-        try:
-            return self._finished.query()
-        except RuntimeError:  # a failed kernel; poll says what happened
-            return True
-
-    def cancel(self) -> None:
-        """Ask the kernel to stop within one token. Idempotent, callable from any thread."""
-        self._owner._host_control[2] = 1
-
-    def wait(self) -> tuple[list[int], list[float]]:
-        """All remaining tokens, blocking until the kernel has ended."""
-        ids: list[int] = []
-        seconds: list[float] = []
-        while True:
-            ended = self.done
-            more = self.poll()
-            ids += more[0]
-            seconds += more[1]
-            if ended and not more[0]:
-                return ids, seconds
-            time.sleep(0.0002)
 
 
 class Megakernel:
@@ -201,7 +145,8 @@ class Megakernel:
             cubin_cache,
             progress,
         )
-        shape = cache_shape(dims.layers, dims.kv_heads, context_size, dims.head_dim)
+        # A step of the speculative loop writes all its columns, used or not, also at the context's end.
+        shape = cache_shape(dims.layers, dims.kv_heads, context_size + columns - 1, dims.head_dim)
         self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
         self._open_host_memory()
         self._buffers: dict[str, Any] = {}
@@ -303,13 +248,10 @@ class Megakernel:
         history: every token up to and including `token`; its length is the index of the first draw.
         """
         torch = self._torch
-        max_tokens = min(max_tokens, self.context_size - position)
-        if max_tokens < 1 or position < 0:
-            raise ValueError(f"no room for a token at position {position} of {self.context_size}")
+        max_tokens = self._room(position, max_tokens)
         kernel, plan = self._kernel(1)
-        p = self._parameters(plan)
-        penalised = sampling.repeat_penalty != 1.0 and sampling.repeat_window > 0
-        window = list(history[-sampling.repeat_window :]) if penalised else []
+        p = self._loop_parameters(plan, sampling, position, max_tokens, len(history))
+        window = list(history[-sampling.repeat_window :]) if _penalises(sampling) else []
         ids = torch.tensor([*stop_ids, *window, 0], dtype=torch.int32).to(self._device)
         produced = torch.empty(max_tokens, dtype=torch.int32, device=self._device)
         self._buffers["stream"] = (ids, produced)
@@ -318,22 +260,77 @@ class Megakernel:
         p.window = sampling.repeat_window
         p.ids = produced.data_ptr()
         p.tokens[0] = token
-        p.columns, p.position, p.max_tokens = 1, position, max_tokens
+        p.repeat_penalty = sampling.repeat_penalty if window else 1.0
+        return self._start_loop(kernel, plan, p)
+
+    def stream_speculative(
+        self,
+        position: int,
+        sampling: DeviceSampling,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+        history: Sequence[int],
+        *,
+        columns: int,
+        least_match: int = 1,
+        most_drafts: int = planning.MAX_COLUMNS - 1,
+        forced_sixteenths: int = 0,
+    ) -> TokenRing:
+        """`stream` of the last token of `history`, verifying up to columns - 1 (or most_drafts) drafts a step.
+
+        The tokens are those of `stream`; drafts come from the history by prompt lookup (speculate.cuh), where at least
+        `least_match` tokens of its end occur again. columns: one of `widths`, above 1; a step costs what that many
+        columns cost, with drafts or without. forced_sixteenths: with tuning FORCED_ACCEPTANCE, the drafts of 16 steps
+        that are taken for right. Raises ValueError for a repeat penalty, which changes from column to column.
+        """
+        torch, known = self._torch, len(history)
+        if _penalises(sampling):
+            raise ValueError("the speculative loop knows no repeat penalty")
+        if columns not in (2, 4, 8) or columns > self.columns:
+            raise ValueError(f"a speculative loop of {columns} columns")
+        max_tokens = self._room(position, max_tokens)
+        if known + max_tokens >= 1 << 20:
+            raise ValueError(f"a history of {known} and {max_tokens} more tokens: indices have 20 bits")
+        kernel, plan = self._kernel(columns)
+        p = self._loop_parameters(plan, sampling, position, max_tokens, known)
+        ids = torch.zeros(known + max_tokens + 4, dtype=torch.int32, device=self._device)  # it is read four at a time
+        ids[:known] = torch.from_numpy(np.asarray(history, dtype=np.int32)).to(self._device)
+        stop = torch.tensor([*stop_ids, 0], dtype=torch.int32).to(self._device)
+        candidates = torch.zeros(columns * (plan.sms + 1), dtype=torch.int64, device=self._device)
+        self._buffers["stream"] = (ids, stop, candidates)
+        p.ids, p.stop_ids, p.stop_count = ids.data_ptr(), stop.data_ptr(), len(stop_ids)
+        p.candidates, p.least_match, p.most_drafts = candidates.data_ptr(), least_match, most_drafts
+        p.forced_sixteenths = forced_sixteenths
+        return self._start_loop(kernel, plan, p)
+
+    def _room(self, position: int, max_tokens: int) -> int:
+        room = min(max_tokens, self.context_size - position)
+        if room < 1 or position < 0:
+            raise ValueError(f"no room for a token at position {position} of {self.context_size}")
+        return room
+
+    def _loop_parameters(
+        self, plan: Plan, sampling: DeviceSampling, position: int, max_tokens: int, known: int
+    ) -> _Parameters:
+        p = self._parameters(plan)
+        p.columns, p.position, p.max_tokens = plan.columns, position, max_tokens
         p.mode = _MODE_SAMPLE if sampling.temperature > 0 else _MODE_GREEDY
-        p.draw_index, p.seed = len(history), sampling.seed
+        p.draw_index, p.seed = known, sampling.seed
         p.temperature, p.top_k = sampling.temperature, sampling.top_k
         p.top_p, p.min_p = sampling.top_p, sampling.min_p
-        p.repeat_penalty = sampling.repeat_penalty if penalised else 1.0
         if p.mode == _MODE_SAMPLE:
-            logits = torch.empty((1, self.dims.vocab), dtype=torch.float32, device=self._device)
-            self._buffers["logits"] = logits
-            p.logits = logits.data_ptr()
-        self._host_tokens["sequence"][:max_tokens] = 0
+            shape = (plan.columns, self.dims.vocab)
+            self._buffers["logits"] = self._torch.empty(shape, dtype=self._torch.float32, device=self._device)
+            p.logits = self._buffers["logits"].data_ptr()
+        return p
+
+    def _start_loop(self, kernel: Kernel, plan: Plan, p: _Parameters) -> TokenRing:
+        self._host_tokens["step"][: p.max_tokens] = 0
         self._host_control[:] = 0
         self._launch(kernel, plan, p)
-        finished = torch.cuda.Event()
+        finished = self._torch.cuda.Event()
         finished.record()
-        return TokenRing(self, max_tokens, finished)
+        return TokenRing(self, p.max_tokens, finished)
 
     def profile(self) -> dict[str, tuple[float, float, float]]:
         """After a launch with tuning PROFILE: clocks of the first warp, by part: (mean, least, most) over the SMs."""
@@ -435,10 +432,13 @@ class Megakernel:
 
     def _open_host_memory(self) -> None:
         # | started u32, pad, clock u64 | stop u64 | report u64 | pad to 64 | one entry a token |
-        self._host = MappedMemory(self._driver, 64 + _TOKEN_BYTES * (self.context_size + 1))
+        self._host = MappedMemory(self._driver, 64 + TOKEN_ENTRY.itemsize * (self.context_size + 1))
         self._host_control = np.frombuffer(self._host.view[:32], dtype=np.uint64)
-        entry = np.dtype([("id", "<u4"), ("sequence", "<u4"), ("nanoseconds", "<u8")])
-        self._host_tokens = np.frombuffer(self._host.view[64:], dtype=entry)
+        self._host_tokens = np.frombuffer(self._host.view[64:], dtype=TOKEN_ENTRY)
+
+
+def _penalises(sampling: DeviceSampling) -> bool:
+    return sampling.repeat_penalty != 1.0 and sampling.repeat_window > 0
 
 
 def _nbytes(tensor: Any) -> int:

@@ -285,7 +285,9 @@ def make_plan(
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
     tuning: overrides of WINDOW, BUSY_WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT,
-    NOMINAL_CONTEXT, STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody (wrong results, for diagnosis).
+    NOMINAL_CONTEXT, STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1 stamps clocks by phase,
+    NO_WAIT=1 waits for nobody, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (both: wrong results,
+    for diagnosis and cost curves).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -409,7 +411,7 @@ def make_plan(
             f"{prefix}_BATCH": str(batch[name]),
             f"{prefix}_MOST_TILES": str(most[name]),
         }
-    for switch in ("PROFILE", "NO_WAIT"):
+    for switch in ("PROFILE", "NO_WAIT", "FORCED_ACCEPTANCE"):
         if tuning.get(switch):
             constants[switch] = "1"
     copies = tuning.get("HOP_COPIES", HOP_COPIES)

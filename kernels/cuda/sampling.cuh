@@ -17,6 +17,7 @@ struct Sampler {
     const Parameters& p;
     Shared& s;
     float top, scale;  // the largest logit; log2(e) / temperature
+    const float* logits;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     __device__ __forceinline__ void sync() const { sync_consumers(); }
@@ -25,7 +26,7 @@ struct Sampler {
         return u64(exp2_fast((from_ordered(key) - top) * scale) * WEIGHT_ONE);
     }
     __device__ __forceinline__ u32 key(int id) const {
-        return ordered(__uint_as_float(load_word(reinterpret_cast<const u32*>(p.logits) + id)));
+        return ordered(__uint_as_float(load_word(reinterpret_cast<const u32*>(logits) + id)));
     }
 
     // Calls `visit(key)` for ids [begin, end) shared over `threads` threads, four loads in flight each.
@@ -206,8 +207,8 @@ struct Sampler {
 };
 
 // All consumer threads call this; thread 0 gets the token. Out of line: it must not cost the decode loop registers.
-__device__ __noinline__ int draw_token(const Parameters* p, Shared* s, float top, u32 random) {
-    Sampler sampler{*p, *s, top, LOG2_E / p->temperature};
+__device__ __noinline__ int draw_token(const Parameters* p, Shared* s, float top, u32 random, const float* logits) {
+    Sampler sampler{*p, *s, top, LOG2_E / p->temperature, logits};
     return sampler.draw(random);
 }
 

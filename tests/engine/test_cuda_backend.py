@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from engine.backends import cuda
-from engine.backends.base import WholeLoop
+from engine.backends.base import LoopStep, SpeculativeLoop, WholeLoop
 from engine.backends.cuda import COLUMNS, PASSES, CudaBackend, find_gpu
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaError, Driver, MappedMemory, Module, NotResident
-from kernels.cuda.megakernel import KernelStopped
+from kernels.cuda.token_ring import TOKEN_ENTRY, KernelStopped, Step, read_entries
 from tests.fake_cuda import FakeLibcuda
 from tests.synthetic import small_config, write_random_packed
 
@@ -42,15 +42,15 @@ class FakeRing:
     def done(self) -> bool:
         return not self.script and (not self.hangs or (self.cancelled and self.obeys))
 
-    def poll(self) -> tuple[list[int], list[float]]:
+    def poll_steps(self) -> tuple[list[int], list[float], list[Step]]:
         if not self.script:
-            return [], []
+            return [], [], []
         item = self.script.pop(0)
         if isinstance(item, Exception):
             raise item
         seconds = [self.clock + 0.001 * (i + 1) for i in range(len(item))]
         self.clock += 0.001 * len(item)
-        return item, seconds
+        return item, seconds, [Step(len(item), 3, len(item) - 1, 2)]
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -81,6 +81,13 @@ class FakeMegakernel:
             raise self.failure
         self.streamed = {"token": token, "position": position, "sampling": sampling, "max_tokens": max_tokens}
         self.streamed |= {"stop_ids": stop_ids, "history": history}
+        return self.ring()
+
+    def stream_speculative(
+        self, position, sampling, max_tokens, stop_ids, history, *, columns, most_drafts
+    ) -> FakeRing:
+        self.stream(history[-1], position, sampling, max_tokens, stop_ids, history)
+        self.streamed |= {"columns": columns, "most_drafts": most_drafts}
         return self.ring()
 
     def close(self) -> None:
@@ -191,6 +198,53 @@ def test_a_stream_yields_what_the_kernel_produced(backend: CudaBackend, megakern
     chosen = megakernel.streamed["sampling"]
     assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.seed) == (0.5, 3, 1.0, 9)
     assert backend.position == 1 + 3  # the token fed, and every yielded token but the last
+
+
+def test_a_speculative_stream_tells_its_steps(backend: CudaBackend, megakernel: FakeMegakernel):
+    assert isinstance(backend, SpeculativeLoop)
+    backend.step([1])
+    options: dict[str, Any] = {"sampling": Sampling(temperature=0.5), "max_tokens": 50, "stop_ids": STOP}
+    batches = list(backend.stream_speculative(4, **options, history=[1, 4], width=4))
+    assert [b.ids for b in batches] == [[5], [6, 7]]
+    assert [step for b in batches for step in b.steps] == [LoopStep(1, 3, 0, 2), LoopStep(2, 3, 1, 2)]
+    assert (megakernel.streamed["position"], megakernel.streamed["columns"]) == (1, 4)
+    assert megakernel.streamed["most_drafts"] == 3
+    assert backend.position == 1 + 3
+    list(backend.stream_speculative(7, **options, history=[1, 4, 5, 6, 7], width=8, most_drafts=2))
+    assert megakernel.streamed["most_drafts"] == 2
+
+
+def test_what_the_speculative_loop_cannot_do_is_refused(megakernel: FakeMegakernel):
+    gpu = Driver(FakeLibcuda()).gpu()
+    penalised = Sampling(repeat_penalty=1.1)
+    for columns, width, sampling in ((8, 8, penalised), (8, 3, Sampling()), (2, 4, Sampling()), (1, 2, Sampling())):
+        narrow = CudaBackend(CONFIG, gpu, megakernel, FakePrefill(), context_size=100, columns=columns)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"no speculative loop of {width} tokens"):
+            narrow.stream_speculative(4, sampling=sampling, max_tokens=5, stop_ids=STOP, history=[1, 4], width=width)
+    assert not narrow.can_speculate(Sampling())
+    assert backend_can(gpu, megakernel, Sampling(repeat_penalty=1.1, repeat_window=0))
+
+
+def backend_can(gpu: Any, megakernel: FakeMegakernel, sampling: Sampling) -> bool:
+    return CudaBackend(CONFIG, gpu, megakernel, FakePrefill(), context_size=100).can_speculate(sampling)  # type: ignore[arg-type]
+
+
+def test_entries_are_taken_in_whole_steps():
+    entries = np.zeros(8, TOKEN_ENTRY)
+    assert read_entries(entries, 0, 8) == ([], [], [], 0)
+    for index, left in enumerate((2, 1, 0, 0, 1)):  # a step of three, one of one, half of the next
+        drafted, accepted = ((3, 2), (0, 0), (3, 1))[(index > 2) + (index > 3)]
+        step = (index + 1) | drafted << 20 | accepted << 24 | left << 28
+        entries[index] = (100 + index | 5 << 20, step, 7 * index)
+    ids, clocks, steps, taken = read_entries(entries, 0, 8)
+    assert (ids, clocks, taken) == ([100, 101, 102, 103], [0, 7, 14, 21], 4)
+    assert steps == [Step(3, 3, 2, 5), Step(1, 0, 0, 5)]
+    assert read_entries(entries, 4, 8) == ([], [], [], 4)
+    entries["step"][5] = 6 | 3 << 20 | 1 << 24
+    assert read_entries(entries, 4, 8)[2:] == ([Step(2, 3, 1, 0)], 6)
+    plain = np.zeros(3, TOKEN_ENTRY)
+    plain["step"] = (1, 2, 0)
+    assert read_entries(plain, 0, 3)[2:] == ([Step(1), Step(1)], 2)
 
 
 def test_a_stream_ends_where_the_cache_does(backend: CudaBackend, megakernel: FakeMegakernel):

@@ -19,12 +19,13 @@ from engine.errors import DrafterError
 from engine.events import Event, Finished, Note, Prefilled, PrefillProgress, Tokens
 from engine.sampling import Sampling, sample
 from engine.text.tokenizer import Tokenizer
-from tests.fake_backend import FakeBackend, FakeLoopBackend, hashed_logits
+from tests.fake_backend import FakeBackend, FakeLoopBackend, FakeSpeculativeBackend, hashed_logits
 from tests.synthetic import byte_tokenizer
 
 PROMPT = list(range(10, 50))
-BACKENDS = [FakeBackend, FakeLoopBackend]
+BACKENDS = [FakeBackend, FakeLoopBackend, FakeSpeculativeBackend]
 SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.9, repeat_penalty=1.1, seed=7)
+WARM = Sampling(temperature=0.8, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_every_path_gives_the_tokens_of_the_definition(kind, sampling, tokenizer
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, WARM], ids=["greedy", "sampled", "no penalty"])
 @pytest.mark.parametrize("fixed", [None, 1, 4])
 def test_speculation_changes_nothing(kind, sampling, fixed, tokenizer):
     logits = hashed_logits(259, repeats=0.8)
@@ -477,6 +478,59 @@ def test_a_loop_that_runs_ahead_is_left_only_for_a_draft_that_begins_well(tokeni
     usage = end_of(list(Decoder(repeating, tokenizer).generate(PROMPT, options))).usage
     assert usage.verify_steps > 3
     assert usage.decode_s < 0.7 * 0.01 * 199
+
+
+def test_a_backend_that_drafts_itself_is_left_to_it(tokenizer, simulated):
+    backend = simulated(FakeSpeculativeBackend(hashed_logits(259, repeats=0.97)))
+    options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=NgramDrafter())
+    events = list(Decoder(backend, tokenizer).generate(PROMPT, options))
+    usage = end_of(events).usage
+    assert 1 <= len(backend.loops) < 8
+    assert set(backend.widths[3:]) == {1}  # the fake's own way of verifying; none from the host
+    assert usage.verify_steps > 3
+    assert usage.completion_tokens - 1 == usage.decode_steps + usage.accepted
+    assert usage.accepted_per_position[0] > 0.7
+    assert usage.decode_s < 0.6 * 0.01 * 199
+    told = [event for event in events if isinstance(event, Tokens)]
+    assert sum(sum(event.draft_mask) for event in told) == usage.accepted
+
+
+def test_a_speculative_loop_that_does_not_pay_is_left(tokenizer, simulated):
+    def fading(tokens: Sequence[int]) -> np.ndarray:
+        return hashed_logits(259, repeats=0.99 if len(tokens) < 120 else 0.0)(tokens)
+
+    backend = simulated(FakeSpeculativeBackend(fading, context_size=800))
+    backend.row_cost = 0.2
+    options = DecodeOptions(max_tokens=500, stop_ids=frozenset(), drafter=NgramDrafter())
+    usage = end_of(list(Decoder(backend, tokenizer).generate(PROMPT, options))).usage
+    assert 1 <= len(backend.loops) < 6
+    assert 0.3 * usage.completion_tokens < usage.decode_steps - usage.verify_steps
+    assert usage.decode_s < 1.03 * 0.01 * usage.completion_tokens
+
+
+def test_a_loop_is_left_for_a_wider_one(tokenizer, simulated):
+    def round_and_round(tokens: Sequence[int]) -> np.ndarray:
+        row = np.zeros(259, np.float32)
+        row[PROMPT[(PROMPT.index(tokens[-1]) + 1) % len(PROMPT)]] = 9
+        return row
+
+    backend = simulated(FakeSpeculativeBackend(round_and_round, context_size=800))
+    backend.row_cost = 0.4  # so dear that the prior guess of what is accepted pays for one draft at most
+    decoder, drafter = Decoder(backend, tokenizer), NgramDrafter()
+    for width in (1, 2, 4, 8):
+        decoder.follow(drafter).record_step(width, 0.01 * (1 + 0.4 * (width - 1)))
+    list(decoder.generate(PROMPT, DecodeOptions(max_tokens=600, stop_ids=frozenset(), drafter=drafter)))
+    assert backend.loops == sorted(backend.loops)
+    assert backend.loops[0] < backend.loops[-1] == 8
+
+
+def test_a_repeat_penalty_is_verified_from_the_host(tokenizer):
+    backend = FakeSpeculativeBackend(hashed_logits(259, repeats=0.9))
+    options = DecodeOptions(SAMPLED, max_tokens=100, drafter=NgramDrafter(), draft_tokens=3)
+    usage = end_of(list(Decoder(backend, tokenizer).generate(PROMPT, options))).usage
+    assert backend.loops == []
+    assert usage.accepted > 0
+    assert max(backend.widths[3:]) == 4
 
 
 def test_what_pays_is_used(tokenizer, simulated):

@@ -28,6 +28,13 @@ def main() -> None:
         reply = backend.stream(3, sampling=sampling, max_tokens=3, stop_ids=frozenset({0}), history=history)
         errors = [batch.error for batch in reply if batch.error]
         assert not errors, errors
+    for width in backend.loop_widths:
+        for sampling in (Sampling(), Sampling(temperature=0.5, top_k=50, top_p=0.9)):
+            reply = backend.stream_speculative(
+                3, sampling=sampling, max_tokens=6, stop_ids=frozenset({0}), history=[1, 2, 3, 1, 2, 3], width=width
+            )
+            errors = [batch.error for batch in reply if batch.error]
+            assert not errors, errors
     backend.close()
     print("short run done")
 

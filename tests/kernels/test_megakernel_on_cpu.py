@@ -23,6 +23,7 @@ from kernels.cuda.loading import sm_tiles_of
 from kernels.cuda.megakernel import DeviceSampling, _Parameters
 from kernels.cuda.plan import KernelDims
 from kernels.cuda.reference import Reference, draw, random_model
+from kernels.cuda.token_ring import TOKEN_ENTRY, Step, read_entries
 from tests.fake_cuda import LIBRARY_FLAGS
 from tests.kernels.tiling import tiled
 
@@ -37,10 +38,19 @@ pytestmark = [
 class EmulatedGpu:
     """One random model on `sms` emulated multiprocessors."""
 
-    def __init__(self, build: Path, dims: KernelDims, case: Case, columns: int, sms: int, context: int = 96) -> None:
+    def __init__(
+        self,
+        build: Path,
+        dims: KernelDims,
+        case: Case,
+        columns: int,
+        sms: int,
+        context: int = 96,
+        tuning: dict[str, int] | None = None,
+    ) -> None:
         self.dims, self.columns = dims, columns
         self.model = random_model(dims, case.kind, case.group, head=case.head, seed=3)
-        self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns)
+        self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning)
         defines = [f"-D{name}={value}" for name, value in self.plan.constants.items()]
         library = build / "megakernel.so"
         flags = ["-std=c++17", "-O1", *LIBRARY_FLAGS, "-w", f"-I{HERE}", *defines]
@@ -56,9 +66,10 @@ class EmulatedGpu:
         heads = [vectors[f"layers.{i}.{n}"] for i in range(dims.layers) for n in ("q_norm", "k_norm") if dims.qk_norm]
         self._head_norms = np.concatenate(heads) if heads else None
         self._frequencies = self.model.inverse_frequencies
-        shape = cache_shape(dims.layers, dims.kv_heads, context, dims.head_dim)
+        shape = cache_shape(dims.layers, dims.kv_heads, context + columns, dims.head_dim)
         self._cache = torch.full(shape, float("nan"), dtype=torch.bfloat16)
         self._host = np.zeros(8 + 2 * (context + 1), np.uint64)
+        self._sms, self.context = sms, context
 
     def step(self, tokens: list[int], position: int) -> torch.Tensor:
         p, logits = self._parameters(), np.full((self.columns, self.dims.vocab), np.nan, np.float32)
@@ -76,8 +87,9 @@ class EmulatedGpu:
         stop: tuple[int, ...] = (),
         order: int = 0,
         cancel: bool = False,
+        position: int = 0,
     ) -> list[int]:
-        p, position = self._parameters(), 0
+        p = self._parameters()
         window = history[-way.repeat_window :] if way.repeat_penalty != 1.0 else []
         ids, out = np.array([*stop, *window, 0], np.int32), np.full(count, -1, np.int32)
         logits = np.full(self.dims.vocab, np.nan, np.float32)
@@ -93,6 +105,41 @@ class EmulatedGpu:
         self._host[2] = int(cancel)
         assert self._run(ctypes.byref(p), ctypes.c_uint64(order)) == 0, "deadlock"
         return [int(i) for i in out if i >= 0]
+
+    def speculate(
+        self,
+        history: list[int],
+        way: DeviceSampling,
+        count: int,
+        stop: tuple[int, ...] = (),
+        order: int = 0,
+        cancel: bool = False,
+        least_match: int = 1,
+        most_drafts: int = 7,
+        forced_sixteenths: int = 0,
+    ) -> tuple[list[int], list[Step]]:
+        """Ids and steps after `history`, of which all but the last token must be in the cache."""
+        p, known = self._parameters(), len(history)
+        stop_ids, ids = np.array([*stop, 0], np.int32), np.full(known + count + 8, -1, np.int32)
+        ids = ids[-(ids.ctypes.data // 4) % 4 :]
+        ids[:known] = history
+        logits = np.full((self.columns, self.dims.vocab), np.nan, np.float32)
+        candidates = np.zeros(self.columns * (self._sms + 1), np.uint64)
+        p.stop_ids, p.stop_count, p.ids = stop_ids.ctypes.data, len(stop), ids.ctypes.data
+        p.candidates, p.columns, p.position, p.max_tokens = candidates.ctypes.data, self.columns, known - 1, count
+        p.mode, p.draw_index, p.seed = 2 if way.temperature > 0 else 1, known, way.seed
+        p.temperature, p.top_k, p.top_p, p.min_p = way.temperature, way.top_k, way.top_p, way.min_p
+        p.least_match, p.most_drafts, p.forced_sixteenths = least_match, most_drafts, forced_sixteenths
+        if p.mode == 2:
+            p.logits = logits.ctypes.data
+        self._host[:] = 0
+        self._host[2] = int(cancel)
+        assert self._run(ctypes.byref(p), ctypes.c_uint64(order)) == 0, "deadlock"
+        produced, _, steps, taken = read_entries(self._host[8:].view(TOKEN_ENTRY), 0, count)
+        assert taken == len(produced)
+        assert ids[: known + taken].tolist() == [*history, *produced]
+        assert (ids[known + taken : known + count + 4] == -1).all()
+        return produced, steps
 
     def _parameters(self) -> _Parameters:
         def address(array: Any) -> int:

@@ -1,0 +1,116 @@
+"""What does a step of the speculative loop cost, and what would it bring? Cost curves: acceptance is forced.
+
+    python -m kernels.cuda.bench_speculation [--model granite-3b] [--context 1024] [--widths 1,2,4,8] [--steps 64]
+        [--rounds 5] [--set NAME=VALUE,...] [--json FILE]
+
+Random weights of a real shape. For each width, one line with the time of a step in the loop (drafting by lookup in a
+history of `context` tokens, verifying, choosing), and the acceptance length at which it equals single pass; then tokens
+a second as a function of the acceptance length. How many drafts of a model are right is another question: flint bench
+spec answers it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kernels.cuda.bench import MODELS, measure, read_tuning
+from kernels.cuda.check import CASES, compile_all, plan_of
+from kernels.cuda.driver import Driver
+
+SIXTEENTHS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112)  # drafts accepted in 16 steps
+
+
+def seconds_a_step(kernel: Any, width: int, context: int, sixteenths: int, steps: int, rounds: int) -> list[float]:
+    """Of each round, after one to warm up: the mean of all steps but the first, which carries the launch."""
+    import torch
+
+    from kernels.cuda.megakernel import DeviceSampling
+
+    history = torch.randint(0, kernel.dims.vocab, (context,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = steps + steps * sixteenths // 16
+    start = max(0, min(context, kernel.context_size - tokens) - tokens // 2)
+    times = []
+    for _ in range(rounds + 1):
+        ring = kernel.stream_speculative(
+            start, DeviceSampling(), tokens, [], history, columns=width, forced_sixteenths=sixteenths
+        )
+        clocks: list[float] = []  # of every step's end
+        while True:
+            over = ring.done
+            _, seconds, taken = ring.poll_steps()
+            at = -1
+            for step in taken:
+                at += step.tokens
+                clocks.append(seconds[at])
+            if over and not taken:
+                break
+        times.append((clocks[-1] - clocks[0]) / (len(clocks) - 1))
+    return times[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="granite-3b", choices=sorted(MODELS))
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--widths", default="1,2,4,8")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--set", default="", help="NAME=VALUE,... of plan.make_plan's tuning")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+
+    import torch
+
+    from kernels.cuda.megakernel import Megakernel
+    from kernels.cuda.reference import random_model
+
+    case, sizes = CASES[options.model], MODELS[options.model]
+    dims = replace(case.dims, vocab=sizes["vocab"], layers=options.layers or sizes["layers"])
+    tuning = read_tuning(options.set, False) | {"FORCED_ACCEPTANCE": 1}
+    widths = sorted({1, *(int(width) for width in options.widths.split(","))})
+    gpu, cache = Driver().gpu(), Path(tempfile.gettempdir()) / "flint-cubins"
+    compile_all([plan_of(dims, case, gpu.sm_count, gpu.shared_per_block, width, tuning) for width in widths], cache)
+    model = random_model(dims, case.kind, case.group, head=case.head)
+    room = options.context + 8 * options.steps
+    kernel = Megakernel(
+        dims, model.matrices, model.vectors, model.inverse_frequencies, room, cubin_cache=cache, tuning=tuning
+    )
+    kernel.kv_cache.normal_()
+    single_rounds = measure(kernel, 1, options.context, 2 * options.steps, options.rounds)
+    single = statistics.median(single_rounds)
+    row: dict[str, Any] = {"gpu": gpu.name, "model": options.model, "context": options.context, "tuning": options.set}
+    rows = [row | {"width": 1, "sixteenths": 0, "seconds_a_step": single_rounds}]
+    print(f"{options.model}, context {options.context}, {gpu.name}. Cost curves: acceptance is forced.")
+    print(f"single pass: {single * 1e6:.1f} us a token, {1 / single:.0f} tok/s")
+    for width in widths[1:]:
+        registers, spills = kernel.registers(width) or (None, None)
+        for sixteenths in (n for n in SIXTEENTHS if n <= 16 * (width - 1)):
+            times = seconds_a_step(kernel, width, options.context, sixteenths, options.steps, options.rounds)
+            rows.append(row | {"width": width, "sixteenths": sixteenths, "seconds_a_step": times})
+            step, length = statistics.median(times), 1 + sixteenths / 16
+            if sixteenths == 0:
+                print(
+                    f"width {width}: {step * 1e6:.1f} us a step ({min(times) * 1e6:.1f}..{max(times) * 1e6:.1f}), "
+                    f"x{step / single:.2f} of single pass, which it equals at acceptance length {step / single:.2f}; "
+                    f"{registers} registers, {spills} B spilled"
+                )
+            print(
+                f"    acceptance length {length:.2f}: {step * 1e6:7.1f} us a step, {length / step:6.0f} tok/s, "
+                f"x{length * single / step:.2f}",
+                flush=True,
+            )
+    kernel.close()
+    torch.cuda.empty_cache()
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

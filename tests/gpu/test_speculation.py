@@ -1,0 +1,197 @@
+"""Speculation inside the megakernel's loop, on the GPU: the tokens of single pass, at every width; then the decoder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from engine.backends.base import LoopStep
+from engine.backends.cuda import CudaBackend
+from engine.decoder import DecodeOptions, Decoder
+from engine.drafting.ngram import NgramDrafter
+from engine.events import Event, Finished, Tokens
+from engine.packed.model import PackedModel
+from engine.sampling import Sampling, sample
+from engine.text.tokenizer import Tokenizer
+from tests.gpu.models import RandomModel
+from tests.gpu.test_backend import random_tokens, small_model
+
+WIDTHS = (2, 4, 8)
+NEAR_TIE = 2e-2  # a logit gap below which two widths' roundings may choose differently
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "cool": {"temperature": 0.1, "seed": 3},
+    "top-p": {"temperature": 0.7, "top_k": 100, "top_p": 0.9, "min_p": 0.01, "seed": 2**40 + 1},
+}
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., CudaBackend]]:
+    """Opens backends, and closes them after the test."""
+    backends: list[CudaBackend] = []
+
+    def open_one(model: RandomModel, context_size: int = 1024) -> CudaBackend:
+        backends.append(CudaBackend.from_packed(cast(PackedModel, model), context_size=context_size))
+        return backends[-1]
+
+    yield open_one
+    for backend in backends:
+        backend.close()
+
+
+def speculate(
+    backend: CudaBackend, history: Sequence[int], count: int, width: int, stop: Sequence[int] = (), **sampling: Any
+) -> tuple[list[int], list[LoopStep]]:
+    """A reply after `history`, whose last token is fed first: its tokens and steps."""
+    ids: list[int] = []
+    seconds: list[float] = []
+    steps: list[LoopStep] = []
+    chosen = Sampling(**sampling)
+    for batch in backend.stream_speculative(
+        history[-1], sampling=chosen, max_tokens=count, stop_ids=frozenset(stop), history=history, width=width
+    ):
+        assert not batch.error, batch.error
+        ids += batch.ids
+        seconds += batch.seconds
+        steps += batch.steps
+    assert seconds == sorted(seconds)
+    assert sum(step.tokens for step in steps) == len(ids)
+    return ids, steps
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str, Any], record_property):
+    model = small_model(tie_word_embeddings=False)  # greedy replies run into cycles of several tokens
+    backend = opened(model)
+    prompt, count = random_tokens(70, model.config.vocab_size), 400
+    backend.step(prompt[:-1])
+    ids, steps = speculate(backend, prompt, count, width, **sampling)
+    assert len(ids) == count
+    assert backend.position == len(prompt) - 1 + count
+    record_property("acceptance_length", count / len(steps))
+    if not sampling:
+        assert sum(step.accepted for step in steps) > count / 4
+    backend.truncate(len(prompt) - 1)
+    history, different, worst = list(prompt), 0, 0.0
+    for token in ids:
+        logits = backend.step([history[-1]]).logits[0]
+        if sample(logits, Sampling(**sampling), history) != token:
+            different += 1
+            worst = max(worst, float(logits.max() - logits[token]))
+        history.append(token)
+    record_property("different", different)
+    # Greedy: only near ties may differ. Drawn: a draw within rounding of a border may fall on its other side.
+    assert different <= 2
+    if not sampling:
+        assert worst < NEAR_TIE
+
+
+def test_the_cache_after_a_speculative_reply_is_exact(opened):
+    model = small_model(tie_word_embeddings=False)
+    backend = opened(model)
+    prompt = random_tokens(40, model.config.vocab_size)
+    backend.step(prompt[:-1])
+    ids, _ = speculate(backend, prompt, 200, 8, temperature=0.1)
+    after = backend.step([7]).logits
+    backend.truncate(0)
+    backend.step(prompt[:-1])
+    for token in [prompt[-1], *ids[:-1]]:
+        backend.step([token], logits="last")
+    expected = backend.step([7]).logits
+    assert abs(after - expected).max() < 3e-3 * abs(expected).max()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_stops_lengths_and_the_end_of_the_context(opened, width: int):
+    model = small_model(tie_word_embeddings=False)
+    backend = opened(model, 300)
+    prompt = random_tokens(20, model.config.vocab_size)
+    backend.step(prompt[:-1])
+    ids, _ = speculate(backend, prompt, 250, width)
+    for count in (1, 2, 5, 16, 33):
+        backend.truncate(len(prompt) - 1)
+        assert speculate(backend, prompt, count, width)[0] == ids[:count]
+        assert backend.position == len(prompt) - 1 + count
+    for stop in sorted(set(ids[150:]))[:5]:
+        backend.truncate(len(prompt) - 1)
+        stopped, _ = speculate(backend, prompt, 250, width, [stop, 4000])
+        assert stopped == ids[: ids.index(stop) + 1]
+        assert backend.position == len(prompt) - 1 + len(stopped)
+    backend.truncate(len(prompt) - 1)
+    whole, _ = speculate(backend, prompt, 10_000, width)
+    assert len(whole) == 300 - len(prompt) + 1
+    assert backend.position == 300
+
+
+def test_a_cancelled_reply_ends_at_once(opened):
+    model = small_model()
+    backend = opened(model, 30000)
+    prompt = random_tokens(20, model.config.vocab_size)
+    backend.step(prompt[:-1])
+    reply = backend.stream_speculative(
+        prompt[-1],
+        sampling=Sampling(temperature=1.0),
+        max_tokens=29000,
+        stop_ids=frozenset(),
+        history=prompt,
+        width=4,
+    )
+    count, cancelled = 0, 0.0
+    for batch in reply:
+        count += len(batch.ids)
+        if not cancelled and count > 10:
+            cancelled = time.perf_counter()
+            reply.cancel()
+    assert time.perf_counter() - cancelled < 0.5
+    assert 10 < count < 29000
+    assert backend.position == len(prompt) - 1 + count
+
+
+def test_equal_seeds_give_equal_replies_over_a_long_history(opened):
+    model = small_model()
+    backend = opened(model, 8000)
+    prompt = random_tokens(5000, model.config.vocab_size)
+    backend.step(prompt[:-1])
+    replies = []
+    for _ in range(3):
+        backend.truncate(len(prompt) - 1)
+        replies.append(speculate(backend, prompt, 500, 8, temperature=0.5, seed=3))
+    assert replies[0] == replies[1] == replies[2]
+
+
+def answer(decoder: Decoder, prompt: Sequence[int], options: DecodeOptions) -> tuple[list[int], Finished]:
+    events: list[Event] = list(decoder.generate(prompt, options))
+    end = events[-1]
+    assert isinstance(end, Finished)
+    assert not end.error, end.error
+    return [token for event in events if isinstance(event, Tokens) for token in event.ids], end
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("drafts", [1, 3, 7, None])
+def test_smollm2_says_the_same_with_drafts(packed_smollm2: Path, drafts: int | None, record_property):
+    model = PackedModel.open(packed_smollm2)
+    backend = CudaBackend.from_packed(model, context_size=2048)
+    tokenizer = Tokenizer.from_packed(model)
+    decoder, drafter = Decoder(backend, tokenizer), NgramDrafter()
+    listing = "def area(width, height):\n    return width * height\n\n\n" * 3
+    different, accepted, steps = 0, 0, 0
+    prompts = (listing + "def area(", "Roses are red,", "1 2 3 4 5 6 7 8 1 2 3 4 5 6 7 8 1 2 3", "Once upon a time")
+    for text in prompts:
+        prompt = tokenizer.encode(text)
+        plain, _ = answer(decoder, prompt, DecodeOptions(max_tokens=200, stop_ids=frozenset()))
+        options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=drafter, draft_tokens=drafts)
+        drafted, end = answer(decoder, prompt, options)
+        different += plain != drafted
+        accepted += end.usage.accepted
+        steps += end.usage.verify_steps
+    backend.close()
+    record_property("different", different)
+    record_property("acceptance_length", 1 + accepted / max(1, steps))
+    assert accepted > 0
+    assert different <= 1  # two widths round apart: after a near tie, two right replies go their own ways
