@@ -13,6 +13,7 @@ from textual.screen import Screen
 from engine.events import Finished, Note, Prefilled, PrefillProgress, Tokens
 from flint_tui.actions import ACTIONS, slash_action
 from flint_tui.decode_thread import JobDone, Loaded, LoadFailed, Loading, ReplyEvent
+from flint_tui.give_way import give_way
 from flint_tui.live import EngineFacts, merge
 from flint_tui.painting import PatchCompositor
 from flint_tui.session import Session, footer_of
@@ -138,6 +139,7 @@ class ChatView(Screen[None]):
                     self._show_event(outcome)
                 case ReplyEvent():
                     pass  # of a reply that was already given up
+        give_way()
         self._show_tokens(tokens)
         if now >= self._next_panels:
             self._next_panels = now + PANELS_S - TICK_S / 2
@@ -161,6 +163,7 @@ class ChatView(Screen[None]):
         assert entry is not None
         speculative = any(any(event.draft_mask) for event in events)
         grown = [self.session.grow(event) for event in (events if speculative else merged)]
+        give_way()
         if text := "".join(text for text, _ in grown):
             entry.document.append(text, [mark for _, marks in grown for mark in marks])
         entry.footer = ""

@@ -16,6 +16,8 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from flint_tui.give_way import give_way
+
 
 class Patch(NamedTuple):
     """Lines of one widget, and the screen cell where the first begins."""
@@ -50,6 +52,7 @@ class PatchCompositor(Compositor):
             if any(other is not region and other.contains_region(region) for other in dirty):
                 continue  # painted with the other
             for widget, place, part in _divide(region.intersection(screen), widgets):
+                give_way()
                 patches.append(Patch(part.x, part.y, widget.render_lines(part.translate(-place.offset))))
         return PatchUpdate(patches) if patches else None
 

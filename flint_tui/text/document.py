@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flint_tui.give_way import give_way
 from flint_tui.text import markdown
 from flint_tui.text.blocks import Block, Line, Span, layout
 
@@ -131,6 +132,7 @@ class Document:
             self._grow_plain()
             return
         self._plain_tail = False
+        give_way()
         blocks = markdown.to_blocks(tokens, line_map, self._tail)
         if blocks:
             # The part that was open keeps its distance to the block above: parsed alone, a list item would not know it.
@@ -140,6 +142,7 @@ class Document:
         border += self._tail
         split = next((i for i, block in enumerate(blocks) if block.source[0] >= border), len(blocks))
         self._tail = border
+        give_way()
         self._blocks += blocks[:split]
         self._lines += self._layout(blocks[:split])
         self._open = blocks[split:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
+from flint_tui.give_way import give_way
 from flint_tui.live import EngineFacts, Figures, Mode
 from flint_tui.widgets.acceptance_panel import AcceptancePanel
 from flint_tui.widgets.bandwidth_panel import BandwidthPanel
@@ -30,4 +31,5 @@ class Sidebar(Vertical):
         self.set_class(facts.gpu, "-gpu")
         for panel in self.children:
             assert isinstance(panel, Panel)
+            give_way()
             panel.show(facts, figures, last)

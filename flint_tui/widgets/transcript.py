@@ -23,6 +23,7 @@ from textual.scrollbar import ScrollBar
 from textual.strip import Strip
 from textual.widget import Widget
 
+from flint_tui.give_way import give_way
 from flint_tui.text.blocks import Line, Span
 from flint_tui.widgets.entry import Entry
 from flint_tui.widgets.roles import role_style
@@ -232,6 +233,7 @@ class Transcript(ScrollView, can_focus=True):
         left, right = crop.column_span
         strips = []
         for y in crop.line_range:
+            give_way()
             strip = self._strip(y + top)
             if right > strip.cell_length:  # the scrollbar's room
                 strip = strip.extend_cell_length(right, self._style())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from rich.cells import cell_len
 from textual.geometry import Region
 from textual.widgets import Input
 
 from flint_tui.app import FlintApp
+from flint_tui.give_way import give_way
 from flint_tui.painting import PatchCompositor, PatchUpdate, _around
 from tests.flint_tui.driving import idle, running, wait
 from tests.flint_tui.fake_engine import FakeEngine
@@ -137,3 +140,14 @@ def test_around_covers_the_rest_once() -> None:
     seen = [(x, y) for piece in pieces for y in piece.line_range for x in range(piece.x, piece.right)]
     assert len(seen) == len(set(seen)) == outer.area
     assert isinstance(PatchCompositor().render_partial_update(), type(None))
+
+
+def test_a_long_frame_pauses_and_a_short_one_does_not(monkeypatch) -> None:
+    pauses: list[float] = []
+    clock = iter((10.0, 10.0, 10.0001, 10.0002, 10.0005, 10.0005, 10.0006))
+    monkeypatch.setattr(
+        "flint_tui.give_way.time", SimpleNamespace(sleep=pauses.append, perf_counter=lambda: next(clock))
+    )
+    for _ in range(5):
+        give_way()
+    assert pauses == [0, 0]  # at once, and half a millisecond later
