@@ -4,11 +4,12 @@
 
 The decoder is a fake whose steps are native work of a fixed length, so only the app is measured; real_throughput, which
 runs only when named, decodes with the default model. Each measure ends with what other processes took of the machine
-meanwhile: above a few per cent the figures are theirs, not the app's.
+meanwhile: above a few per cent the figures are theirs, not the app's, unless it runs as root on Linux and goes first.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tests.flint_tui.terminal import Terminal, fake_app
 READY = "sk anything"  # the cursor stands on the first letter
 SECONDS = 5.0
 PROMPT = "Tell me all about stones"
-PAIRS = 24  # off/on, at most
-QUIET_PAIRS = 7  # enough of them
+PAIRS = 9  # off/on, at most
+QUIET_PAIRS = 5  # enough of them
 QUIET = 0.03  # of the machine, for others
 
 
@@ -48,6 +49,7 @@ def app(**options: Any) -> Iterator[tuple[Terminal, Path]]:
         if "model" in options:
             environment["FLINT_CACHE_DIR"] = str(cache_dir())
         with fake_app({**options, "log": str(log)}, (120, 36), ignore_hangup=False, **environment) as terminal:
+            go_first(terminal.process.pid)
             yield terminal, log
 
 
@@ -68,6 +70,12 @@ def wait_entry(log: Path, what: str, count: int = 1) -> dict[str, Any]:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def go_first(pid: int | str, nice: int = -15) -> None:
+    """Put the process's session before others on a busy machine, where one may (Linux, as root)."""
+    with suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
 
 
 def machine_seconds() -> float:
@@ -277,6 +285,8 @@ ALL = (
 
 def main() -> None:
     wanted = sys.argv[1:]
+    go_first("self")
+    atexit.register(go_first, "self", 0)
     for measure in ALL:
         if measure.__name__ in wanted or not (wanted or measure is real_throughput):
             share = others_since()
