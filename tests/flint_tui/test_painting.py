@@ -145,6 +145,7 @@ def test_around_covers_the_rest_once() -> None:
 def test_a_long_frame_pauses_and_a_short_one_does_not(monkeypatch) -> None:
     pauses: list[float] = []
     clock = iter((10.0, 10.0, 10.0001, 10.0002, 10.0005, 10.0005, 10.0006))
+    monkeypatch.setattr("flint_tui.give_way._since", 0.0)
     monkeypatch.setattr(
         "flint_tui.give_way.time", SimpleNamespace(sleep=pauses.append, perf_counter=lambda: next(clock))
     )
