@@ -145,7 +145,8 @@ def run_case(name: str, case: Case, cache: Path, tuning: dict[str, int]) -> dict
 
 
 def check_streams(kernel: Any, d: KernelDims, case: Case) -> dict[str, bool]:
-    """The whole loop against steps: the same tokens, for every way of choosing them; twice the same; stops in time."""
+    """The whole loop against steps: the same tokens, for every way of choosing them; twice the same; stops in time. The
+    speculative loops, too."""
     from kernels.cuda.megakernel import DeviceSampling
     from kernels.cuda.reference import draw
 
@@ -160,6 +161,7 @@ def check_streams(kernel: Any, d: KernelDims, case: Case) -> dict[str, bool]:
         ),
     }
     outcome = {}
+    rounding = 1e-3  # between kernels of different widths: of a logit, or of a draw's probability
     first: list[int] = []
     prompt = [3, 1, 4, 1, 5]
     for name, way in ways.items():
@@ -173,6 +175,18 @@ def check_streams(kernel: Any, d: KernelDims, case: Case) -> dict[str, bool]:
             right &= expected == id_ or distance < 1e-5
             history.append(id_)
         outcome[name] = right
+        if way.repeat_penalty != 1.0:
+            continue
+        for width in kernel.widths()[1:]:
+            kernel.step(prompt[:-1], 0)
+            ids = kernel.stream_speculative(len(prompt) - 1, way, 48, [], prompt, columns=width).wait()[0]
+            history, right = list(prompt), len(ids) == 48
+            for id_ in ids:
+                logits = kernel.step(history[-1:], len(history) - 1)[0][0]
+                expected, distance = draw(logits, way, history)
+                right &= expected == id_ or distance < rounding
+                history.append(id_)
+            outcome[f"{name}, speculative, {width}"] = right
     kernel.step(prompt[:-1], 0)
     endless = kernel.stream(prompt[-1], len(prompt) - 1, ways["greedy"], 10**9, [], prompt)
     while len(endless.poll()[0]) == 0:

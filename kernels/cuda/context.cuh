@@ -80,7 +80,8 @@ constexpr int MOST_MATCH = 32;  // tokens; longer matches of a draft's origin ar
 // The speculative loop's step (speculate.cuh), the same on every SM.
 struct Step {
     int tokens[COLUMNS];  // the newest token, its drafts, then the newest again
-    int drafted, match;   // match: tokens that the history's end and the drafts' origin have in common
+    int drafted;          // or given, after the first
+    int match;            // tokens that the history's end and the drafts' origin have in common
     int position;         // of the first
     int choice[COLUMNS];  // the target's token after each
     float top[COLUMNS];   // the largest logit there

@@ -67,7 +67,7 @@ __device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 layers
                 const u64 mine = candidate(logit, row);
                 best = mine > best ? mine : best;
             }
-            if (c.p.logits && column < c.p.columns) c.p.logits[size_t(column) * VOCAB + row] = logit;
+            if (c.p.logits && (COLUMNS == 1 || column <= c.s.step.drafted)) c.p.logits[size_t(column) * VOCAB + row] = logit;
         });
     return best;
 }

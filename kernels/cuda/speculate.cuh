@@ -174,7 +174,10 @@ struct Speculation {
 
 // Before the first step, or the only one, whose tokens are given; all consumers.
 __device__ __noinline__ void begin_steps(const Parameters* p, Shared* s) {
-    if (threadIdx.x == 0) s->step.position = p->position, s->step.produced = s->step.count = 0;
+    if (threadIdx.x == 0) {
+        s->step.position = p->position, s->step.produced = s->step.count = 0;
+        s->step.drafted = p->columns - 1;
+    }
     if (threadIdx.x < COLUMNS) s->step.tokens[threadIdx.x] = p->tokens[threadIdx.x];
     sync_consumers();
     if (p->mode != STEP) Speculation{*p, *s}.propose();
