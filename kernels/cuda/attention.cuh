@@ -135,12 +135,31 @@ struct Gathered {
     }
 };
 
+// A lane's share of 8 query rows. Held over all blocks where registers allow: reading it again is half of what a block
+// costs of shared memory's bandwidth.
+struct Queries {
+    static constexpr int LOADS = HEAD_DIM / 32;  // 16-byte pieces of one lane's share of a row
+    static constexpr bool HELD = HEAD_DIM <= 64;
+    uint4 high[HELD ? LOADS : 1], low[HELD ? LOADS : 1];
+    const u8* at;
+    __device__ __forceinline__ Queries(const u8* queries, int lane) : at(queries + lane * 16) {
+        if constexpr (HELD)
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) high[i] = read(i, 0), low[i] = read(i, 1);
+    }
+    __device__ __forceinline__ uint4 read(int i, int part) const {
+        return *reinterpret_cast<const uint4*>(at + part * AttentionArena::QUERY_BYTES + i * 512);
+    }
+    __device__ __forceinline__ uint4 get_high(int i) const { return HELD ? high[HELD ? i : 0] : read(i, 0); }
+    __device__ __forceinline__ uint4 get_low(int i) const { return HELD ? low[HELD ? i : 0] : read(i, 1); }
+};
+
 // visible: how many of the block's positions row g may see; written: how many hold anything (both 16 unless MASKED).
 template <bool MASKED>
-__device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* queries, int visible, int written,
+__device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queries& queries, int visible, int written,
                                        int lane) {
     const int t = lane % 4;
-    constexpr int LOADS = HEAD_DIM / 32;  // 16-byte pieces of one lane's share of a key
+    constexpr int LOADS = Queries::LOADS;
     float score[4];                       // positions 2t, 2t + 1, 2t + 8, 2t + 9
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -148,8 +167,7 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
             const uint4 k = *reinterpret_cast<const uint4*>(block + half * 8 * HEAD_DIM * 2 + i * 512 + lane * 16);
-            const uint4 h = *reinterpret_cast<const uint4*>(queries + i * 512 + lane * 16);
-            const uint4 l = *reinterpret_cast<const uint4*>(queries + AttentionArena::QUERY_BYTES + i * 512 + lane * 16);
+            const uint4 h = queries.get_high(i), l = queries.get_low(i);
             mma_bf16(s[0][0], s[0][1], s[0][2], s[0][3], h.x, l.x, h.y, l.y, k.x, k.y);
             mma_bf16(s[1][0], s[1][1], s[1][2], s[1][3], h.z, l.z, h.w, l.w, k.z, k.w);
         }
@@ -199,7 +217,7 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const u8* q
     }
 }
 
-// This SM's part of one layer's attention, published as HEAD_DIM normalised sums, a maximum and a sum per query row.
+// This SM's part of one layer's attention, published as HEAD_DIM sums, a maximum and a sum of weights per query row.
 __device__ __forceinline__ void attention(Context& c, Profile& profile, int layer, int position, Epoch epoch) {
     if (!c.s.share.active) return;
     c.forget();
@@ -213,7 +231,7 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     const int query_block = c.warp % QUERY_BLOCKS, key_warp = c.warp / QUERY_BLOCKS;
     const int mine = query_block * KEY_WARPS + key_warp;
     if (key_warp < KEY_WARPS) {
-        const u8* const queries = arena.queries[query_block][0];
+        const Queries queries(arena.queries[query_block][0], c.lane);
         const int row = query_block * 8 + c.lane / 4;
         Gathered gathered;
         Cursor at = c.cursor;
@@ -273,9 +291,11 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
         // The published maximum must be exact, so it is one that a word can hold.
         const float largest = value_of(__float_as_uint(warp_max(own.x)));
         const float factor = own.y > 0.0f ? exp2_fast(own.x - largest) : 0.0f;
-        const float sum = warp_sum(factor * own.y), scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+        const float sum = warp_sum(factor * own.y);
         const int column = row / GROUP_HEADS, head = share.head * GROUP_HEADS + row % GROUP_HEADS;
         const int at = (column * HEADS + head) * MAX_SPLITS + share.split;
+        // Before the values, so that their readers have the splits' shares by the time the values come.
+        if (c.lane < 2) store_word(c.p.scratch + HOP_WEIGHTS + at * 2 + c.lane, word(c.lane ? sum : largest, epoch));
         float value[HEAD_DIM / 32] = {};
 #pragma unroll 4
         for (int w = 0; w < parts; w++) {
@@ -286,9 +306,8 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
 #pragma unroll
         for (int i = 0; i < HEAD_DIM / 32; i++) {
             u32* const packets = c.p.scratch + HOP_ATTENTION + (at * HEAD_DIM + i * 32 + c.lane - c.lane % PACKET) / 2;
-            publish<1>(packets, value[i] * scale, epoch, c.lane, true);
+            publish<1>(packets, value[i], epoch, c.lane, true);
         }
-        if (c.lane < 2) store_word(c.p.scratch + HOP_WEIGHTS + at * 2 + c.lane, word(c.lane ? sum : largest, epoch));
     }
     c.sync();  // the arena belongs to the next phase's activations
     profile.stamp(6);
@@ -357,7 +376,7 @@ struct AttentionInput {
             watchdog.tick(WAIT_ATTENTION);
         }
     }
-    // Each split's share of the softmax: its sum times 2^(its maximum - the largest), over all of that.
+    // What each split's values are to be multiplied by: 2^(its maximum - the largest), over all splits' sums of weights.
     __device__ __forceinline__ void factors(float (&factor)[OWN]) const {
         float largest = NOTHING, all = 0.0f;
 #pragma unroll
@@ -370,8 +389,8 @@ struct AttentionInput {
         for (int o = LANES / 2; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, o));
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            factor[i] = factor[i] == NOTHING ? 0.0f : exp2_fast(factor[i] - largest) * value_of(weight[i].y);
-            all += factor[i];
+            factor[i] = factor[i] == NOTHING ? 0.0f : exp2_fast(factor[i] - largest);
+            all += factor[i] > 0.0f ? factor[i] * value_of(weight[i].y) : 0.0f;
         }
 #pragma unroll
         for (int o = LANES / 2; o; o >>= 1) all += __shfl_xor_sync(ALL_LANES, all, o);
@@ -402,6 +421,7 @@ struct AttentionInput {
         load_packets(0);
 #pragma unroll 1
         for (int item = c.warp; item < I::ALL; item += WARPS) {
+            const bool more = I::ROUNDS > 1 && item + WARPS < I::ALL;
             float factor[OWN], v[PACKET] = {};
             factors(factor);  // while the values are on their way
             await_packets(0);
@@ -412,14 +432,13 @@ struct AttentionInput {
                 await_packets(s);
                 add(v, factor, s);
             }
-            if (item + WARPS < I::ALL) {  // on their way while this item is put
+            if (more) {  // on their way while this item is put
                 go_to(item + WARPS);
-                load_weights();
                 load_packets(0);
             }
             const int within = item % I::PER_COLUMN;
             put_values<P>(c, v, within * ITEM + c.lane * PACKET < P::K, item / I::PER_COLUMN, within);
-            if (item + WARPS < I::ALL) await_weights();
+            if (more) await_weights();
         }
     }
 };

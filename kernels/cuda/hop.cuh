@@ -77,8 +77,8 @@ __device__ __forceinline__ float units_in_one(u32 exponent) {
 }
 
 // Publishes eight channels that lie in lanes STEP apart: channel i in the lane whose bits of STEP, 2 STEP and 4 STEP are i.
-// All lanes take part; `packet` is the lane's own.
-template <int STEP>
+// All lanes take part; `packet` is the lane's own. Each lane stores to STORES copies, every APART-th.
+template <int STEP, int STORES = 1, int APART = 1>
 __device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, int lane, bool store) {
     u32 largest = __float_as_uint(fabsf(value));
 #pragma unroll
@@ -87,9 +87,10 @@ __device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, i
     const int mantissa = __float2int_rn(value * (0.25f * units_in_one(exponent)));
     const int next = __shfl_xor_sync(ALL_LANES, mantissa, STEP);
     const int channel = lane / STEP % PACKET;
+    const u32 w = u32(next) << 18 | (exponent >> channel & 3) << 16 | (u32(mantissa) & 0x3fff) << 2 | epoch.packet;
     if (store && channel % 2 == 0)
-        store_word(packet + channel / 2, u32(next) << 18 | (exponent >> channel & 3) << 16 |
-                                             (u32(mantissa) & 0x3fff) << 2 | epoch.packet);
+#pragma unroll
+        for (int i = 0; i < STORES; i++) store_word(packet + i * APART * HOP_COPY + channel / 2, w);
 }
 
 // ---- staging: x into shared memory
@@ -217,17 +218,18 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
     if (norm_column < COLUMNS)
 #pragma unroll
         for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
-#pragma unroll 1
-    for (int first = c.warp; first < I::ALL; first += I::AT_ONCE * WARPS) {
-        uint4 w[I::AT_ONCE];
-        u32 at[I::AT_ONCE];
+    uint4 w[I::AT_ONCE];
+    const auto load = [&](int first) {
 #pragma unroll
         for (int i = 0; i < I::AT_ONCE; i++) {
             const int item = first + i * WARPS;
             const int k = min(item % I::PER_COLUMN * ITEM + c.lane * PACKET, P::STAGED_K - PACKET);
-            at[i] = (item / I::PER_COLUMN * P::K + piece * P::STAGED_K + k) / 2;
-            if (item < I::ALL) w[i] = load_words4(packets + at[i]);
+            if (item < I::ALL) w[i] = load_words4(packets + (item / I::PER_COLUMN * P::K + piece * P::STAGED_K + k) / 2);
         }
+    };
+    load(c.warp);
+#pragma unroll 1
+    for (int first = c.warp; first < I::ALL; first += I::AT_ONCE * WARPS) {
         Watchdog watchdog;
         while (true) {
             bool ready = true;
@@ -235,16 +237,18 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
             for (int i = 0; i < I::AT_ONCE; i++)
                 if (first + i * WARPS < I::ALL) ready &= fresh(w[i], epoch);
             if (__all_sync(ALL_LANES, ready)) break;
-#pragma unroll
-            for (int i = 0; i < I::AT_ONCE; i++)
-                if (first + i * WARPS < I::ALL) w[i] = load_words4(packets + at[i]);
+            load(first);
             watchdog.tick(where);
         }
+        uint4 now[I::AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < I::AT_ONCE; i++) now[i] = w[i];
+        load(first + I::AT_ONCE * WARPS);  // under way while these are put
 #pragma unroll
         for (int i = 0; i < I::AT_ONCE; i++) {
             const int item = first + i * WARPS, within = item % I::PER_COLUMN;
             if (item >= I::ALL) break;
-            put_packet<P>(c, w[i], within * ITEM + c.lane * PACKET < P::STAGED_K, item / I::PER_COLUMN, within);
+            put_packet<P>(c, now[i], within * ITEM + c.lane * PACKET < P::STAGED_K, item / I::PER_COLUMN, within);
         }
     }
     if (norm_column < COLUMNS) {

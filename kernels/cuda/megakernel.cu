@@ -141,7 +141,7 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
         const int tile_in_all = c.tiles.first[Out::INDEX] + tile;
         const float x = c.s.residual[row][column] + RESIDUAL_MULTIPLIER * (upper ? sums.y : sums.x);
         u32* const packet = hop + copy * HOP_COPY + packets + (column * HIDDEN + tile_in_all * TILE_ROWS + upper * 8) / 2;
-        publish<4>(packet, x * c.s.norm_weight[which][row], epoch, c.lane, copy < HOP_COPIES);
+        publish<4, larger(HOP_COPIES / 2, 1), 2>(packet, x * c.s.norm_weight[which][row], epoch, c.lane, copy < HOP_COPIES);
         const float square = warp_sum(copy == 0 ? x * x : 0.0f);
         if (c.lane < HOP_COPIES)
             store_word(hop + c.lane * HOP_COPY + squares + column * (HIDDEN / TILE_ROWS) + tile_in_all, word(square, epoch));
@@ -171,8 +171,9 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
             const float factor = factors[NORM_GATE_UP][column], gate = sums.x * factor, up = sums.y * factor;
             const int channel = (c.tiles.first[GateUp::INDEX] + tile) * PACKET;
             const int copy = c.lane & 3;
-            publish<4>(hop + copy * HOP_COPY + HOP_GATED + (column * INTERMEDIATE + channel) / 2,
-                       __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, c.lane, copy < HOP_COPIES);
+            publish<4, larger(HOP_COPIES / 4, 1), 4>(hop + copy * HOP_COPY + HOP_GATED + (column * INTERMEDIATE + channel) / 2,
+                                                     __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, c.lane,
+                                                     copy < HOP_COPIES);
         });
 
     run_phase<Down>(

@@ -30,18 +30,18 @@ struct Cursor {
 #ifdef PROFILE
 // Where the producer's time goes: waiting for room, waiting for the window, the rest.
 struct ProducerClocks {
-    enum { EMPTY, WINDOW, ISSUE, STAGES, COUNT };
+    enum { ROOM, IN_FLIGHT, ISSUE, FILLED, COUNT };
     long long total[COUNT] = {}, last = clock64();
     __device__ __forceinline__ void stamp(int slot) {
         const long long now = clock64();
         total[slot] += now - last;
         last = now;
     }
-    __device__ __forceinline__ void stage() { total[STAGES]++; }
+    __device__ __forceinline__ void stage() { total[FILLED]++; }
 };
 #else
 struct ProducerClocks {
-    enum { EMPTY, WINDOW, ISSUE };
+    enum { ROOM, IN_FLIGHT, ISSUE };
     __device__ __forceinline__ void stamp(int) {}
     __device__ __forceinline__ void stage() {}
 };
@@ -66,10 +66,10 @@ struct Producer {
             const int n = min(UNITS_PER_STAGE, units - u);
             clocks.stamp(ProducerClocks::ISSUE);
             barrier_wait(&barriers.empty[next.slot], next.parity ^ 1, WAIT_EMPTY);
-            clocks.stamp(ProducerClocks::EMPTY);
+            clocks.stamp(ProducerClocks::ROOM);
             // A bounded window keeps the queues of the memory system short: hops wait behind them otherwise.
             while (in_flight >= window) drain_one();
-            clocks.stamp(ProducerClocks::WINDOW);
+            clocks.stamp(ProducerClocks::IN_FLIGHT);
             fill(source + size_t(u) * UNIT_BYTES, n * UNIT_BYTES, EMPTY_ARRIVALS - n * readers);
             if constexpr (L2_AHEAD > 0 && WEIGHTS) {
                 // Waiting in the L2 cache, weights keep the memory busy without keeping hops waiting for the SM's door.

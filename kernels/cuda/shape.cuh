@@ -37,7 +37,7 @@ struct Phase {
     static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 16;  // 16 more: 8 columns share no bank
     static constexpr int GROUPS = STAGED_K / GROUP;  // of the weights
 
-    static constexpr int WINDOW = INDEX == 4 ? HEAD_WINDOW : BUSY_WINDOW;  // stages in flight while it is multiplied
+    static constexpr int WINDOW = INDEX == 4 ? HEAD_WINDOW : INDEX == 2 ? GATE_WINDOW : BUSY_WINDOW;  // stages in flight while it is multiplied
 
     static constexpr int TILES_AT_ONCE = BATCH < MOST_TILES ? BATCH : MOST_TILES;
     static constexpr int MOST_STAGES = CHUNKS * ((MOST_TILES + TILES_AT_ONCE - 1) / TILES_AT_ONCE) *
@@ -94,6 +94,6 @@ constexpr int HOP_QKV = HOP_ATTENTION + COLUMNS * HEADS * MAX_SPLITS * HEAD_DIM 
 constexpr int HOP_WEIGHTS = HOP_QKV + COLUMNS * QKV_ROWS_TOTAL;             // words [column][head][split][max, sum]
 constexpr int HOP_CANDIDATES = HOP_WEIGHTS + COLUMNS * HEADS * MAX_SPLITS * 2;  // [SM] of u64
 constexpr int HOP_TOKEN = HOP_CANDIDATES + 2 * SMS;                             // u64
-static_assert(HOP_COPIES == 1 || HOP_COPIES == 2, "publish");
+static_assert(HOP_COPIES == 1 || HOP_COPIES == 2 || HOP_COPIES == 4 || HOP_COPIES == 8, "publish");
 static_assert(HIDDEN % 64 == 0 && INTERMEDIATE % 64 == 0, "packets are aligned to 16 bytes");
 static_assert(HOP_CANDIDATES % 2 == 0 && HOP_WEIGHTS % 2 == 0, "aligned");
