@@ -59,7 +59,7 @@ def test_smollm2s_kernel_compiles(arch: str, columns: int, record_property):
     record_property("spills", report.spills)
     print(f"{arch}: {report.registers} registers, {report.spills} bytes of spills")
     assert report.registers * plan.threads <= 65536  # one block to an SM
-    assert report.spills <= MOST_SPILLS.get(arch, 400)
+    assert report.spills <= MOST_SPILLS.get(arch, 640)
 
 
 @pytest.mark.parametrize("arch", sorted(ONE_COLUMN_ONLY))

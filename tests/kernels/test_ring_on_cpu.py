@@ -29,7 +29,7 @@ def errors(folder: Path, monkeypatch: pytest.MonkeyPatch, window: int | None = N
     """Relative error of a step's logits by seed; infinite where any is NaN. window: in spite of what the plan says."""
 
     def planned(*arguments: Any) -> Any:
-        plan = plan_of(*arguments, tuning={"STAGES": STAGES})
+        plan = plan_of(*arguments[:5], tuning={"STAGES": STAGES})
         assert round_of_head(plan) == ROUND
         if window is not None:
             plan.constants["HEAD_WINDOW"] = str(window)
