@@ -1,8 +1,10 @@
 """Drafter files: flint's own, public EAGLE-3 checkpoints, and the state of a training run.
 
 A flint drafter is one safetensors file. Its matrices are int8, group 32, as in the packed format (<name>.q int8 [N, K],
-<name>.scale fp16 [N, K/32]), its norms float32, its vocabulary `d2t` int32 [draft_vocab] (the target id of each draft
-id); its header's metadata holds the EagleConfig and the fingerprint of the target it was trained for.
+<name>.scale fp16 [N, K/32]); the head, which is the largest, may be int4 (<name>.q int32 [N, K/8], <name>.scale and
+<name>.minimum fp16 [N, K/32]): a larger vocabulary in the same file. Its norms are float32, its vocabulary `d2t` int32
+[draft_vocab] (the target id of each draft id); its header's metadata holds the EagleConfig and the fingerprint of the
+target it was trained for.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from engine.drafting.eagle_head import EagleConfig, EagleHead, default_feature_l
 from engine.errors import DrafterError, UsageError
 from engine.packed.matrix import Matrix
 from engine.packed.model import PackedModel
-from engine.packed.quantize import dequantize, quantize_int8
+from engine.packed.quantize import dequantize, quantize_int4, quantize_int8
 
 FORMAT = "flint-eagle-1"
 GROUP = 32
@@ -42,8 +44,8 @@ def target_fingerprint(model: PackedModel) -> str:
     return digest.hexdigest()
 
 
-def save_drafter(path: Path, head: EagleHead, fingerprint: str) -> None:
-    """Write a trained head as a drafter file (atomically)."""
+def save_drafter(path: Path, head: EagleHead, fingerprint: str, head_bits: int = 8) -> None:
+    """Write a trained head as a drafter file (atomically). head_bits: 8 or 4, of the matrix over the vocabulary."""
     tensors: dict[str, np.ndarray] = {}
     for name, parameter in head.named_parameters():
         values = parameter.detach().float().cpu().numpy()
@@ -51,8 +53,11 @@ def save_drafter(path: Path, head: EagleHead, fingerprint: str) -> None:
         if values.ndim == 1:
             tensors[name] = values
             continue
-        matrix = quantize_int8(values, GROUP)
+        small = name == "head" and head_bits == 4
+        matrix = quantize_int4(values, GROUP, symmetric=False) if small else quantize_int8(values, GROUP)
         assert matrix.scale is not None
+        if matrix.minimum is not None:
+            tensors[name + ".minimum"] = np.asarray(matrix.minimum)
         tensors[name + ".q"], tensors[name + ".scale"] = np.asarray(matrix.q), np.asarray(matrix.scale)
     tensors["d2t"] = head.d2t.cpu().numpy().astype(np.int32)
     metadata = {"format": FORMAT, "config": json.dumps(asdict(head.config)), "target": fingerprint}
@@ -110,16 +115,26 @@ def _own_head(name: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -
             if key.endswith(".q"):
                 base = key.removesuffix(".q")
                 q, scale = tensors.pop(key).numpy(), tensors.pop(base + ".scale").numpy()
-                n, k = q.shape
-                if q.dtype != np.int8 or scale.dtype != np.float16 or scale.shape != (n, k // GROUP) or k % GROUP:
-                    raise ValueError(f"{base} is not int8 with a scale per {GROUP}")
-                matrix = Matrix(base, "int8", n, k, GROUP, q, scale, None)
-                state[base + ".weight"] = torch.from_numpy(dequantize(matrix))
-            elif not key.endswith(".scale"):
+                minimum = tensors.pop(base + ".minimum").numpy() if base + ".minimum" in tensors else None
+                state[base + ".weight"] = torch.from_numpy(dequantize(_matrix(base, q, scale, minimum)))
+            elif not key.endswith((".scale", ".minimum")):
                 state[key + ".weight"] = tensors.pop(key).float()
     except (KeyError, TypeError, ValueError) as error:
         raise DrafterError(f"{name} is a malformed drafter ({error})", HINT) from None
     return _filled(name, config, state)
+
+
+def _matrix(name: str, q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None) -> Matrix:
+    """Raises ValueError where the parts are not those of one matrix."""
+    n, k = q.shape
+    if minimum is not None:
+        k *= 8  # eight nibbles a word
+    shapes = {part.shape for part in (scale, minimum) if part is not None}
+    types = {part.dtype for part in (scale, minimum) if part is not None}
+    wanted = np.int8 if minimum is None else np.int32
+    if q.dtype != wanted or types != {np.dtype(np.float16)} or shapes != {(n, k // GROUP)} or k % GROUP:
+        raise ValueError(f"{name} is not int8, or int4 with minima, with a scale per {GROUP}")
+    return Matrix(name, "int8" if minimum is None else "int4", n, k, GROUP, q, scale, minimum)
 
 
 # Public EAGLE-3 names -> ours. Some exporters write the block as `midlayer.`, others as `layers.0.`.

@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ CANDIDATES = 64  # the likeliest tokens, of which one is drawn
 LAGS = 64  # tokens: a loop of at most this period is noticed while it is written
 LOOPED = 32  # tokens that repeat what stood one period earlier: then a reply ends
 PASSAGE_TOKENS = range(25, 120)
+PASSAGE_TEMPERATURES = (0.7, 1.3)  # a user's text is not what the model itself would say first
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,14 @@ class Harvester:
         return self._graph[1]
 
     @torch.inference_mode()
-    def converse(self, openings: Sequence[OpeningTokens], seed: int, steps: int | None = None) -> Conversations:
-        """`batch` rows of `steps` tokens (the options' if None). Openings are taken in order, and again from the first
-        when they run out. The last conversation of each row is cut where the batch ends."""
-        options, turns, device = self.options, self.turns, self.target.device
-        batch, steps = options.batch, steps or options.steps
+    def converse(
+        self, openings: Sequence[OpeningTokens], seed: int, options: HarvestOptions | None = None
+    ) -> Conversations:
+        """`batch` rows of `steps` tokens. Openings are taken in order, and again from the first when they run out. The
+        last conversation of each row is cut where the batch ends. options: the harvester's if None; others must not
+        differ in batch, and not be longer."""
+        options, turns, device = options or self.options, self.turns, self.target.device
+        batch, steps = options.batch, options.steps
         generator = torch.Generator(device).manual_seed(seed)
         rng = np.random.default_rng(seed)
         table, lengths, asks = self._scripts(openings)
@@ -264,11 +268,11 @@ class Words:
 
 def write_passages(harvester: Harvester, themes: Themes, words: Words, seed: int) -> list[str]:
     """Short texts by the target, one batch of them: whole sentences, no lists or code."""
-    options = harvester.options
+    steps = min(harvester.options.steps, 3 * PASSAGE_TOKENS.stop)
+    options = replace(harvester.options, steps=steps, greedy_share=0.0, temperatures=PASSAGE_TEMPERATURES)
     rng = np.random.default_rng((seed, 1))
-    steps = min(options.steps, 3 * PASSAGE_TOKENS.stop)
     requests = themes.passage_requests(options.batch * (1 + steps // 100), rng)
-    written = harvester.converse([OpeningTokens(words.encode(r.text), True) for r in requests], seed, steps)
+    written = harvester.converse([OpeningTokens(words.encode(r.text), True) for r in requests], seed, options)
     passages: set[str] = set()
     for begin, end in zip(written.starts[:-1], written.starts[1:], strict=True):
         reply = written.tokens[begin:end][written.replies[begin:end]]

@@ -17,7 +17,7 @@ from engine.drafting.prompts import Prompt, load_prompts
 from engine.files.paths import asset
 
 THEMES = "prompts/themes.json"
-SHARES = {"chat": 0.32, "code": 0.26, "summarise": 0.14, "rewrite": 0.16, "open": 0.12}
+SHARES = {"chat": 0.26, "code": 0.22, "summarise": 0.15, "rewrite": 0.19, "open": 0.18}
 _SLOT = re.compile(r"\{(\w+)\}")
 
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +242,43 @@ class Trainer:
         return loss.detach(), correct, tested
 
 
+def _beginning(target: BatchedTarget, corpus: Corpus, options: TrainOptions) -> EagleHead:
+    vocabulary = corpus.frequent_tokens(options.draft_vocab, target.config.vocab_size)
+    head = EagleHead(eagle_config(target.config, len(vocabulary), options.intermediate_size)).to(target.device)
+    head.d2t.copy_(torch.from_numpy(vocabulary))
+    if options.warm_start:
+        start_from_target(head, target)
+    return head
+
+
+def _continued(target: BatchedTarget, start: EagleHead, options: TrainOptions) -> EagleHead:
+    """A copy of `start`, its vocabulary widened to options.draft_vocab by the lowest ids that it lacks (of a
+    byte-pair vocabulary, the most frequent), whose rows are the target's."""
+    config = eagle_config(target.config, options.draft_vocab, options.intermediate_size)
+    had = replace(start.config, draft_vocab_size=config.draft_vocab_size)
+    if had != config or start.config.draft_vocab_size > config.draft_vocab_size:
+        raise UsageError(
+            f"the drafter to start from has other shapes: {_differences(start.config, config)}",
+            "give its own, or start afresh",
+        )
+    known = start.d2t.cpu()
+    free = torch.ones(config.target_vocab_size, dtype=torch.bool)
+    free[known] = False
+    further = free.nonzero()[: config.draft_vocab_size - len(known), 0]
+    ids = torch.cat((known, further))
+    head = EagleHead(config).to(target.device)
+    state = start.state_dict()
+    rows = torch.cat((state["head.weight"].to(target.device), target.head[further.to(target.device)].float()))
+    head.load_state_dict(state | {"d2t": ids, "head.weight": rows})
+    return head
+
+
+def _differences(start: EagleConfig, wanted: EagleConfig) -> str:
+    """The first few shapes that differ, as one line."""
+    pairs = [(f.name, getattr(start, f.name), getattr(wanted, f.name)) for f in fields(EagleConfig)]
+    return ", ".join(f"{name} {a}, not {b}" for name, a, b in pairs if a != b)
+
+
 def rate_at(step: int, progress: float, warmup: int) -> float:
     """Share of the learning rate at a step, `progress` (0 to 1) of the way through the run."""
     cosine = 0.02 + 0.49 * (1 + math.cos(math.pi * min(progress, 1.0)))
@@ -257,11 +294,13 @@ def train(
     report_every: int = 50,
     save_every: int = 2000,
     saved: Callable[[EagleHead], None] = lambda head: None,
+    start: EagleHead | None = None,
 ) -> EagleHead:
     """Train a head; resumes from `checkpoint` (a safetensors file of parameters and optimiser state) if it is there.
 
-    saved: called with the head whenever a checkpoint has been written. Raises UsageError when the checkpoint was made
-    with other options.
+    saved: called with the head whenever a checkpoint has been written. start: a trained head to begin with, instead
+    of the target; where draft_vocab is larger than its vocabulary, it is widened. Raises UsageError when the
+    checkpoint was made with other options, or the start does not fit them.
     """
     from engine.drafting.checkpoint import load_training, save_training
 
@@ -269,11 +308,7 @@ def train(
     started = time.monotonic()
     torch.manual_seed(options.seed)
     corpus = Corpus(shards, device, options.skip_loops)
-    vocabulary = corpus.frequent_tokens(options.draft_vocab, target.config.vocab_size)
-    head = EagleHead(eagle_config(target.config, len(vocabulary), options.intermediate_size)).to(device)
-    head.d2t.copy_(torch.from_numpy(vocabulary))
-    if options.warm_start:
-        start_from_target(head, target)
+    head = _beginning(target, corpus, options) if start is None else _continued(target, start, options)
     trainer = Trainer(target, head, options)
     steps = len(corpus.plan(options.batch_tokens, 0)) * options.epochs
     if steps == 0:

@@ -79,10 +79,21 @@ def train(
     data: Annotated[list[Path], typer.Option(help="Folder of a harvest; may be given several times.")],
     out: Annotated[Path, typer.Option(help="The drafter file to write.")],
     model: Model = None,
-    draft_vocab: Annotated[int, typer.Option(min=2, help="Most frequent tokens that the head covers.")] = 8192,
-    intermediate: Annotated[
-        int | None, typer.Option(min=32, help="Width of the head's MLP. Default: the model's own.")
+    begin: Annotated[
+        Path | None, typer.Option("--from", help="A drafter file of this model to train on; the optimiser is fresh.")
     ] = None,
+    draft_vocab: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Most frequent tokens that the head covers. Default: 8192, or those of --from (which can grow)."
+        ),
+    ] = None,
+    intermediate: Annotated[
+        int | None, typer.Option(min=32, help="Width of the head's MLP. Default: the model's own, or that of --from.")
+    ] = None,
+    head_bits: Annotated[
+        int, typer.Option(min=4, max=8, help="Of the head's matrix in the file: 8, or 4 for a larger vocabulary.")
+    ] = 8,
     depth: Annotated[int, typer.Option(min=1, max=8, help="Draft positions unrolled in training.")] = 4,
     learning_rate: float = 1e-3,
     batch_tokens: Annotated[int, typer.Option(min=64, help="Tokens a step.")] = 8192,
@@ -102,14 +113,25 @@ def train(
     device: Device = None,
 ) -> None:
     """Train an EAGLE-3 style head by training-time test. Checkpoints beside OUT; run again to resume."""
-    from engine.drafting.checkpoint import save_drafter, target_fingerprint
+    from engine.drafting.checkpoint import load_drafter, save_drafter, target_fingerprint
     from engine.drafting.corpus import read_shards
     from engine.drafting.train import TrainOptions, TrainProgress
     from engine.drafting.train import train as run
+    from engine.errors import DrafterError, UsageError
 
+    if head_bits not in (4, 8):
+        raise UsageError(f"--head-bits {head_bits}: 8 or 4")
     packed, _, _ = _open(model)
+    start = None
+    if begin is not None:
+        try:
+            start = load_drafter(begin, packed)
+        except DrafterError as error:
+            raise UsageError(f"--from: {error}", "give a drafter of this model, or leave it out") from None
+        draft_vocab = draft_vocab or start.config.draft_vocab_size
+        intermediate = intermediate or start.config.intermediate_size
     options = TrainOptions(
-        draft_vocab=draft_vocab,
+        draft_vocab=draft_vocab or TrainOptions.draft_vocab,
         intermediate_size=intermediate,
         depth=depth,
         learning_rate=learning_rate,
@@ -129,11 +151,11 @@ def train(
         typer.echo(f"{line}  {now.tokens:,} tokens  {now.seconds:.0f} s", err=True)
 
     def save(head) -> None:
-        save_drafter(out, head, fingerprint)
+        save_drafter(out, head, fingerprint, head_bits)
 
     fingerprint = target_fingerprint(packed)
     checkpoint = out.with_suffix(".training")
-    save(run(_target(packed, device), read_shards(*data), options, checkpoint, report, saved=save))
+    save(run(_target(packed, device), read_shards(*data), options, checkpoint, report, saved=save, start=start))
     checkpoint.unlink(missing_ok=True)
     typer.echo(str(out))
 

@@ -12,3 +12,15 @@ def test_evaluating_a_learned_drafter_that_is_not_there_is_one_line() -> None:
     result = flint("draft", "eval", "small", "--backend", "torch", "--limit", "1", "--max-tokens", "2")
     assert (result.code, result.error) == (1, "small has no learned drafter")
     assert "flint draft train" in result.hint
+
+
+def test_training_on_from_what_is_no_drafter_is_one_line(tmp_path) -> None:
+    write_random_packed(models_dir() / "small" / "int4-g32", small_config(), name="small")
+    path = tmp_path / "drafter.safetensors"
+    path.write_bytes(b"not a drafter")
+    options = ("--data", str(tmp_path), "--out", str(tmp_path / "out"))
+    result = flint("draft", "train", "small", "--from", str(path), *options)
+    assert (result.code, result.hint) == (2, "give a drafter of this model, or leave it out")
+    assert result.error.startswith("--from: drafter.safetensors is not a readable drafter")
+    result = flint("draft", "train", "small", "--head-bits", "5", *options)
+    assert (result.code, result.error) == (2, "--head-bits 5: 8 or 4")

@@ -402,3 +402,51 @@ def test_corrupt_drafters_give_one_line(model, target, shards, tmp_path):
             load_drafter(bad, model)
     with pytest.raises(DrafterError, match="no drafter"):
         load_drafter(tmp_path / "absent.safetensors", model)
+
+
+def test_training_goes_on_from_a_drafter(model, target, shards, tmp_path):
+    options = TrainOptions(draft_vocab=64, depth=2, batch_tokens=512, epochs=6, learning_rate=4e-3, warmup=5)
+    head = train(target, shards, options, tmp_path / "a")
+    path = tmp_path / "drafter.safetensors"
+    save_drafter(path, head, target_fingerprint(model))
+    start = load_drafter(path, model)
+    as_it_was = {name: value.clone() for name, value in start.state_dict().items()}
+    reports = []
+    short = replace(options, epochs=1, draft_vocab=96)
+    further = train(target, shards, short, tmp_path / "b", reports.append, report_every=1, start=start)
+    afresh = []
+    train(target, shards, short, tmp_path / "c", afresh.append, report_every=1)
+    assert reports[0].accuracy[0] > 1.3 * afresh[0].accuracy[0]  # before it has learned anything here
+    assert all(torch.equal(value, as_it_was[name]) for name, value in start.state_dict().items())
+    assert not torch.equal(further.q.weight, start.q.weight)
+    # The vocabulary grew by the lowest ids that it lacked.
+    known = set(start.d2t.tolist())
+    assert further.d2t.tolist() == [*start.d2t.tolist(), *[i for i in range(320) if i not in known][:32]]
+    for other in (replace(options, draft_vocab=32), replace(options, intermediate_size=32)):
+        with pytest.raises(UsageError, match=r"draft_vocab_size 64, not 32|intermediate_size \d+, not 32"):
+            train(target, shards, other, tmp_path / "d", start=start)
+
+
+def test_a_widened_head_starts_with_the_target_s_rows(target, shards, tmp_path):
+    head = train(target, shards, TrainOptions(draft_vocab=64, max_seconds=1e-6), tmp_path / "a")
+    wider = train(target, shards, TrainOptions(draft_vocab=80, learning_rate=0.0), tmp_path / "b", start=head)
+    torch.testing.assert_close(wider.head.weight[:64], head.head.weight, rtol=0, atol=0)
+    torch.testing.assert_close(wider.head.weight[64:], target.head[wider.d2t[64:]], rtol=0, atol=0)
+
+
+def test_a_head_of_four_bits(model, target, shards, tmp_path):
+    head = train(target, shards, TrainOptions(draft_vocab=128, max_seconds=1e-6), tmp_path / "t")
+    full, small = tmp_path / "8.safetensors", tmp_path / "4.safetensors"
+    save_drafter(full, head, target_fingerprint(model))
+    save_drafter(small, head, target_fingerprint(model), head_bits=4)
+    hidden = head.config.hidden_size
+    # int8: a byte a weight and 2 a group of 32; int4: half a byte, and 4 a group.
+    saved = 128 * (hidden * (1 - 0.5) - hidden / 32 * (4 - 2))
+    assert full.stat().st_size - small.stat().st_size == pytest.approx(saved, abs=200)
+    loaded = load_drafter(small, model)
+    groups = head.head.weight.detach().unflatten(-1, (-1, 32))
+    step = (groups.amax(-1) - groups.amin(-1)) / 15
+    error = loaded.head.weight.unflatten(-1, (-1, 32)) - groups
+    # Rounding evenly to a step errs by 0.29 of it.
+    assert (error.square().mean(-1).sqrt() <= 0.4 * step).all()
+    torch.testing.assert_close(loaded.q.weight, load_drafter(full, model).q.weight, rtol=0, atol=0)
