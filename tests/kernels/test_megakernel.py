@@ -26,8 +26,8 @@ GPUS = {
     "sm_120a": (170, 101376),
 }
 OFTEN = ("sm_90a", "sm_100a", "sm_120a")  # seconds each; the rest is slow
-# Only Hopper and data-centre Blackwell can move registers between warps (setmaxnreg); elsewhere more words spill. None of
-# them in the inner loop.
+# Only Hopper and data-centre Blackwell can move registers between warps (setmaxnreg); elsewhere more words spill, but
+# none in the inner loop.
 MOST_SPILLS = {"sm_90a": 64, "sm_100a": 64}
 # 99 KB of shared memory hold one column of smollm2: the plan refuses two, and the backend then verifies one by one.
 ONE_COLUMN_ONLY = {"sm_86", "sm_89", "sm_120a"}
