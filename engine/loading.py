@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cuda", "cpu", "torch")
 DRAFTERS = ("auto", "eagle", "ngram")
 DRAFTER_FILE = "drafter.safetensors"
+# The head drafts in torch on the CPU: four drafts for smollm2 take longer than several steps of the other backends.
+HEAD_PAYS_ON = ("torch",)
 RUNS_WELL_TOK_S = 5.0  # at the memory's full bandwidth; slower than people read is not "well"
 MAX_THREADS = 1024  # more than any machine has; a system gives up somewhere beyond, and says that memory is out
 MEMORY_SHARE = 0.6  # of RAM or of the GPU's memory, for the weights
@@ -73,6 +75,7 @@ class Engine:
     template: ChatTemplate
     decoder: Decoder
     _drafters: dict[str, Drafter] = field(default_factory=dict)
+    _told: bool = False  # that "auto" leaves the learned head out
 
     @property
     def name(self) -> str:
@@ -105,6 +108,15 @@ class Engine:
         if options.mode == "speculative":
             try:
                 drafter, fallback = self.drafters(options.drafter)
+                if (
+                    options.drafter == "auto"
+                    and drafter.name == "ngram"
+                    and not self._told
+                    and drafter_path(self.model)
+                ):
+                    self._told = True
+                    why = f"the learned head does not pay on the {self.backend.name} backend"
+                    yield Note(f"Drafting by prompt lookup alone: {why} (--drafter eagle takes it)")
             except DrafterError as failure:
                 yield Note(f"Speculation is off: {failure}")
         decode = DecodeOptions(
@@ -120,14 +132,14 @@ class Engine:
     def drafters(self, name: str) -> tuple[Drafter, Drafter | None]:
         """The drafter called `name`, and what takes its place where it does not pay.
 
-        "auto" is the learned head where this model has one and the backend is quick enough with it, in concert with
-        prompt lookup; else prompt lookup alone. Raises DrafterError where a learned one is wanted and cannot be had.
+        "auto" is the learned head where this model has one and it pays on the backend, in concert with prompt lookup;
+        else prompt lookup alone. Raises DrafterError where a learned one is wanted and cannot be had.
         """
         if name not in DRAFTERS:
             raise UsageError(f"No drafter named {name!r}", f"Use one of {', '.join(DRAFTERS)}.")
         ngram = self._drafters.setdefault("ngram", NgramDrafter())
         head = drafter_path(self.model)
-        if name == "ngram" or (name == "auto" and (head is None or self.backend.name == "cpu")):
+        if name == "ngram" or (name == "auto" and (head is None or self._leaves_head_out())):
             return ngram, None
         if head is None:
             raise DrafterError(f"{self.name} has no learned drafter", "`flint draft train` makes one.")
@@ -138,6 +150,10 @@ class Engine:
             learned = EagleDrafter.open(head, self.model)
             self._drafters[name] = Concert(NgramDrafter(), learned) if name == "auto" else learned
         return self._drafters[name], ngram
+
+    def _leaves_head_out(self) -> bool:
+        """Whether "auto" does without a learned head that is there."""
+        return self.backend.name not in HEAD_PAYS_ON and drafter_path(self.model) is not None
 
     def close(self) -> None:
         """Release the backend's memory and threads. Idempotent."""

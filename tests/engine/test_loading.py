@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import loading
-from engine.errors import BackendError, DeviceOutOfMemory, FlintError, ModelNotFound, UsageError
+from engine.errors import BackendError, DeviceOutOfMemory, DrafterError, FlintError, ModelNotFound, UsageError
 from engine.events import Event, Finished, Note, Tokens
 from engine.files.paths import models_dir
 from engine.loading import Engine, ReplyOptions, drafter_path, open_backend, open_engine, open_model
@@ -310,6 +310,22 @@ def test_drafters_by_name(engine):
     assert ids_of(events) == plain
     with pytest.raises(UsageError, match="No drafter named 'magic'"):
         list(engine.reply(PROMPT, ReplyOptions("speculative", "magic")))
+
+
+def test_auto_leaves_a_head_out_where_it_does_not_pay_and_says_so_once(engine, monkeypatch):
+    path = engine.model.directory / loading.DRAFTER_FILE
+    path.write_bytes(b"never read")
+    monkeypatch.setattr(loading, "HEAD_PAYS_ON", ())
+    assert engine.drafters("auto")[0].name == "ngram"
+    first, second = (list(engine.reply(PROMPT, ReplyOptions("speculative", sampling=Sampling()))) for _ in range(2))
+    assert [e.text for e in first if isinstance(e, Note) and "prompt lookup alone" in e.text] == [
+        f"Drafting by prompt lookup alone: the learned head does not pay on the {engine.backend.name} backend "
+        "(--drafter eagle takes it)"
+    ]
+    assert not any(isinstance(e, Note) and "prompt lookup alone" in e.text for e in second)
+    monkeypatch.setattr(loading, "HEAD_PAYS_ON", (engine.backend.name,))
+    with pytest.raises(DrafterError, match="not a readable drafter"):  # now it is read
+        engine.drafters("auto")
 
 
 def test_a_corrupt_drafter_costs_a_line(engine):
