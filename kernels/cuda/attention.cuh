@@ -124,14 +124,15 @@ __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& 
     }
 }
 
-// Scores, weights and the weighted values of 8 query rows, gathered over blocks by one warp. Lane (g, t) holds row g:
-// values[n][e] is dimension (2t + e) * HEAD_DIM / 8 + n.
+// Scores, weights and 64 dimensions of the weighted values of 8 query rows, gathered over blocks by one warp. Lane (g, t)
+// holds row g: values[n][e] is dimension (2t + e) * HEAD_DIM / 8 + 8 * part + n, values[n][2 + e] what the low parts of
+// the weights add to it.
 struct Gathered {
     float largest = NOTHING, sum = 0.0f;
-    float values[HEAD_DIM / 8][2];
+    float values[8][4];
     __device__ __forceinline__ Gathered() {
 #pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; n++) values[n][0] = values[n][1] = 0.0f;
+        for (int n = 0; n < 8; n++) values[n][0] = values[n][1] = values[n][2] = values[n][3] = 0.0f;
     }
 };
 
@@ -157,7 +158,7 @@ struct Queries {
 // visible: how many of the block's positions row g may see; written: how many hold anything (both 16 unless MASKED).
 template <bool MASKED>
 __device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queries& queries, int visible, int written,
-                                       int lane) {
+                                       int part, int lane) {
     const int t = lane % 4;
     constexpr int LOADS = Queries::LOADS;
     float score[4];                       // positions 2t, 2t + 1, 2t + 8, 2t + 9
@@ -190,15 +191,13 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queri
 #pragma unroll
     for (int i = 0; i < 4; i++) weight[i] = MASKED && score[i] == NOTHING ? 0.0f : exp2_fast(score[i] - largest);
     a.sum = a.sum * shrink + ((weight[0] + weight[1]) + (weight[2] + weight[3]));
-    // Weights too are high + low: rounding them to bf16 alone would cost as much precision as the cache does.
+    // Weights too are high + low, rows g and g + 8 of the tile: bf16 alone would cost as much precision as the cache does.
     const u32 p0 = to_bf16x2(weight[0], weight[1]), p1 = to_bf16x2(weight[2], weight[3]);
     const u32 r0 = to_bf16x2(weight[0] - from_bf16(p0 & 0xffff), weight[1] - __uint_as_float(p0 & 0xffff0000));
     const u32 r1 = to_bf16x2(weight[2] - from_bf16(p1 & 0xffff), weight[3] - __uint_as_float(p1 & 0xffff0000));
-    const u8* const values = block + KV_BLOCK * HEAD_DIM * 2;
-    // Rows 8 .. 15 of the tile are empty; four spare pairs of accumulators keep the products independent.
-    float spare[4][2] = {};
+    const u8* const values = block + KV_BLOCK * HEAD_DIM * 2 + part * (4 * 512);
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; i++) {
+    for (int i = 0; i < 4; i++) {
         uint4 v = *reinterpret_cast<const uint4*>(values + i * 512 + lane * 16);
         if constexpr (MASKED) {  // what lies beyond the last position may be anything, NaN included
             const int last = written - 2 * t;
@@ -208,11 +207,9 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queri
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            float(&o)[2] = a.values[i * 2 + e];
-            o[0] *= shrink, o[1] *= shrink;
-            float(&z)[2] = spare[(i * 2 + e) % 4];
-            mma_bf16(o[0], o[1], z[0], z[1], p0, 0u, p1, 0u, e ? v.z : v.x, e ? v.w : v.y);
-            mma_bf16(o[0], o[1], z[0], z[1], r0, 0u, r1, 0u, e ? v.z : v.x, e ? v.w : v.y);
+            float(&o)[4] = a.values[i * 2 + e];
+            o[0] *= shrink, o[1] *= shrink, o[2] *= shrink, o[3] *= shrink;
+            mma_bf16(o[0], o[1], o[2], o[3], p0, r0, p1, r1, e ? v.z : v.x, e ? v.w : v.y);
         }
     }
 }
@@ -228,7 +225,8 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     profile.stamp(4);
     c.sync();
     c.forget();
-    const int query_block = c.warp % QUERY_BLOCKS, key_warp = c.warp / QUERY_BLOCKS;
+    const int query_block = c.warp % QUERY_BLOCKS, part = c.warp / QUERY_BLOCKS % VALUE_PARTS;
+    const int key_warp = c.warp / KEY_READERS;
     const int mine = query_block * KEY_WARPS + key_warp;
     if (key_warp < KEY_WARPS) {
         const Queries queries(arena.queries[query_block][0], c.lane);
@@ -248,9 +246,9 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
                 visible = written = min(position - (share.first + b) * KV_BLOCK, KV_BLOCK);
             }
             if (written == KV_BLOCK)
-                attend<false>(gathered, block, queries, KV_BLOCK, KV_BLOCK, c.lane);
+                attend<false>(gathered, block, queries, KV_BLOCK, KV_BLOCK, part, c.lane);
             else
-                attend<true>(gathered, block, queries, visible, written, c.lane);
+                attend<true>(gathered, block, queries, visible, written, part, c.lane);
             if (b < blocks) {
                 release(c.s.ring, at.slot);
                 at.advance((b + KEY_WARPS) / KV_PER_STAGE - b / KV_PER_STAGE);
@@ -260,23 +258,19 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 2);
         const int g = c.lane / 4, t = c.lane % 4;
         if (g < PARTIAL_ROWS) {
-            if (t == 0) arena.weights[mine][g] = make_float2(gathered.largest, gathered.sum);
+            if (t == 0 && part == 0) arena.weights[mine][g] = make_float2(gathered.largest, gathered.sum);
             float* const sums = arena.sums[mine][g];
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-#pragma unroll
-                for (int n = 0; n < HEAD_DIM / 8; n += 8) {
-                    const auto four = [&](int m) {
-                        return make_float4(gathered.values[m][e], gathered.values[m + 1][e], gathered.values[m + 2][e],
-                                           gathered.values[m + 3][e]);
-                    };
-                    // Half of the lanes store their two pieces in the other order, so that they meet in no bank.
-                    const bool swap = t >= 2;
-                    const float4 first = four(n), second = four(n + 4);
-                    const int at = (2 * t + e) * (HEAD_DIM / 8) + n;
-                    *reinterpret_cast<float4*>(sums + at + (swap ? 4 : 0)) = swap ? second : first;
-                    *reinterpret_cast<float4*>(sums + at + (swap ? 0 : 4)) = swap ? first : second;
-                }
+            for (int e = 0; e < 2; e++) {
+                const auto sum = [&](int n) { return gathered.values[n][e] + gathered.values[n][2 + e]; };
+                const float4 first = make_float4(sum(0), sum(1), sum(2), sum(3));
+                const float4 second = make_float4(sum(4), sum(5), sum(6), sum(7));
+                // Half of the lanes store their two pieces in the other order, so that they meet in no bank.
+                const bool swap = t >= 2;
+                float* const to = sums + (2 * t + e) * (HEAD_DIM / 8) + part * 8;
+                *reinterpret_cast<float4*>(to + (swap ? 4 : 0)) = swap ? second : first;
+                *reinterpret_cast<float4*>(to + (swap ? 0 : 4)) = swap ? first : second;
+            }
         }
     }
     c.cursor.advance((share.blocks + KV_PER_STAGE - 1) / KV_PER_STAGE);
@@ -434,6 +428,7 @@ struct AttentionInput {
             }
             if (more) {  // on their way while this item is put
                 go_to(item + WARPS);
+                load_weights();
                 load_packets(0);
             }
             const int within = item % I::PER_COLUMN;

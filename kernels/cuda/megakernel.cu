@@ -68,7 +68,7 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
                     const u8* const keys = reinterpret_cast<const u8*>(p.kv + layer * p.kv_layer_stride +
                                                                        share.head * p.kv_head_stride +
                                                                        size_t(share.first) * (KV_BYTES / 2));
-                    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, QUERY_BLOCKS);
+                    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, KEY_READERS);
                 }
             }
             source = stream_phase<Out>(producer, tiles, source);

@@ -295,11 +295,11 @@ def make_plan(
         raise Unsupported(f"head dimension {hd}, {dims.heads} query and {dims.kv_heads} KV heads")
     if dims.kv_heads > sms:
         raise Unsupported(f"{dims.kv_heads} KV heads on {sms} multiprocessors")
-    query_blocks = -(-group_heads * columns // 8)
+    query_blocks, value_parts = -(-group_heads * columns // 8), hd // 64  # warps that read one block of the cache
     warps = tuning.get("CONSUMER_WARPS", CONSUMER_WARPS)
-    if query_blocks > warps:
+    if query_blocks * value_parts > warps:
         raise Unsupported(f"{group_heads} query heads per KV head with {columns} columns")
-    lanes = warps // query_blocks  # warps that share the keys of one block of eight queries
+    lanes = warps // (query_blocks * value_parts)  # warps that share the keys of one block of eight queries
     kv_bytes = 4 * KV_BLOCK * hd
     wanted = tuning.get("STAGE_BYTES", STAGE_BYTES)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))

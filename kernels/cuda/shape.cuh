@@ -72,11 +72,13 @@ static_assert(HEADS % KV_HEADS == 0, "grouped-query attention");
 
 constexpr int QUERY_ROWS = GROUP_HEADS * COLUMNS;  // row = column * GROUP_HEADS + head in group
 constexpr int QUERY_BLOCKS = (QUERY_ROWS + 7) / 8;
-constexpr int KEY_WARPS = WARPS / QUERY_BLOCKS;  // warps that share the keys of one block of queries
+constexpr int VALUE_PARTS = HEAD_DIM / 64;  // warps that share the values of a block, 64 dimensions each: registers
+constexpr int KEY_READERS = QUERY_BLOCKS * VALUE_PARTS;  // warps that read a block
+constexpr int KEY_WARPS = WARPS / KEY_READERS;  // that share the keys of one block of queries
 constexpr int PARTIAL_ROWS = QUERY_ROWS < 8 ? QUERY_ROWS : 8;
 constexpr int KV_BYTES = 2 * 16 * HEAD_DIM * 2;  // keys and values of 16 positions
 static_assert(KV_PER_STAGE * KV_BYTES <= STAGE_BYTES, "KV blocks fit a stage");
-static_assert(KEY_WARPS >= 1 && EMPTY_ARRIVALS >= KV_PER_STAGE * QUERY_BLOCKS && EMPTY_ARRIVALS >= WARPS, "arrivals");
+static_assert(KEY_WARPS >= 1 && EMPTY_ARRIVALS >= KV_PER_STAGE * KEY_READERS && EMPTY_ARRIVALS >= WARPS, "arrivals");
 static_assert(KV_HEADS * MAX_SPLITS <= SMS, "one SM per split");
 
 // ---- hop buffers: words in global memory, one writer each; offsets in words from the scratch buffer's start. Packets

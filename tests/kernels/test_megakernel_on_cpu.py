@@ -187,6 +187,8 @@ def small(
         (small(192, 3, 1, 128, 320, qk_norm=True), "int4_asymmetric", 32, ("int8", 32), 1, 3),
         (small(192, 3, 3, 64, 384), "bf16", 0, None, 1, 3),
         (small(128, 2, 1, 64, 192), "int4", 64, None, 1, 18),  # most SMs have no tiles of o and down
+        (small(576, 9, 3, 64, 640), "int4_asymmetric", 32, ("int8", 32), 8, 5),  # warps stage twice; a part of an item
+        (small(512, 2, 2, 256, 1024, layers=1), "int8", 64, None, 2, 4),  # four warps share a block's values
     ],
 )
 def test_logits_equal_the_reference(tmp_path: Path, dims, kind: str, group: int, head, columns: int, sms: int):
