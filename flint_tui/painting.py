@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich.console import Console
-from textual._compositor import Compositor, CompositorUpdate
-from textual.geometry import Region
+from textual._compositor import Compositor, CompositorUpdate, ReflowResult
+from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -42,6 +42,13 @@ class PatchUpdate(CompositorUpdate):
 
 class PatchCompositor(Compositor):
     """Textual's, with a shorter way for changes that leave the layout alone."""
+
+    def reflow(self, parent: Widget, size: Size) -> ReflowResult:
+        """What a vanished widget uncovers may begin in the middle of a wide character, half of which would stay blank:
+        where the layout has changed whole rows are painted."""
+        result = super().reflow(parent, size)
+        self._dirty_regions = {Region(0, dirty.y, size.width, dirty.height) for dirty in self._dirty_regions}
+        return result
 
     def render_partial_update(self) -> PatchUpdate | None:  # type: ignore[override]
         dirty, self._dirty_regions = self._dirty_regions, set()

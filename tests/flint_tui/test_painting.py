@@ -8,11 +8,12 @@ import pytest
 from rich.cells import cell_len
 from textual.geometry import Region
 from textual.widgets import Input
+from textual.widgets._toast import Toast
 
 from flint_tui.app import FlintApp
 from flint_tui.give_way import give_way
 from flint_tui.painting import PatchCompositor, PatchUpdate, _around
-from tests.flint_tui.driving import idle, running, wait
+from tests.flint_tui.driving import ask, idle, running, wait
 from tests.flint_tui.fake_engine import FakeEngine
 
 ANSWER = "Some *words*, 火打石で火をおこす, and `code`:\n\n```python\nfor i in range(3):\n    print(i)\n```\n\n" * 6
@@ -107,6 +108,20 @@ async def test_a_dialog_in_front_is_not_painted_over(terminals) -> None:
         engine.release(1000)
         await pilot.press("escape")
         await idle(pilot)
+
+
+@pytest.mark.parametrize("shift", ["", "x"])  # a wide character begins at an even column, or at an odd one
+async def test_wide_characters_come_back_whole_from_behind_a_note(terminals, shift) -> None:
+    wide = "\n\n".join([shift + "火" * 25] * 12)
+    async with running(FakeEngine(answers=[wide]), size=(60, 20)) as (app, pilot, _):
+        await ask(pilot, "go")
+        app.notify("a note that stays", timeout=60)
+        app.notify("a note in front of the text, which is some lines long\n" * 3, timeout=60)
+        await wait(pilot, lambda: len(app.screen.query(Toast)) == 2)
+        app.screen.query(Toast).last()._expire()
+        await wait(pilot, lambda: len(app.screen.query(Toast)) == 1)
+        await wait(pilot, lambda: not app.screen._dirty_widgets and not app.screen._compositor._dirty_regions)
+        assert terminals[app].cells == terminals[app].full()
 
 
 async def test_an_unchanged_scrollbar_is_not_painted(terminals) -> None:
