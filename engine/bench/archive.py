@@ -20,11 +20,13 @@ from typing import Any
 
 from engine.bench.privacy import Scrubber
 from engine.errors import ArchiveError, CheckpointError, DiskFull
+from engine.files.reading import open_regular
 from engine.files.strict_json import parse_object
 
 FORMAT_VERSION = 1
 PARTS = ("manifest", "environment", "quick", "compare")
 MAX_BYTES = 4 << 20  # of one document; a comparison of 100 rounds takes 50 kB
+MAX_ARCHIVE = (len(PARTS) + 1) * MAX_BYTES
 _NEVER = (1980, 1, 1, 0, 0, 0)  # a zip's entries need a date; the manifest has the true one
 
 
@@ -53,10 +55,11 @@ def write(path: Path, parts: dict[str, dict[str, Any]], scrub: Scrubber | None =
 def read(path: Path) -> dict[str, dict[str, Any]]:
     """The documents by name. Raises ArchiveError, in one line, for whatever `write` could not have written."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _documents(archive, path.name)
-    except OSError as error:
-        raise ArchiveError(f"{path} cannot be read: {error.strerror or error}") from None
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_ARCHIVE:  # its table of contents would be read whole
+                raise ArchiveError(f"{path.name} is not a benchmark archive: larger than {MAX_ARCHIVE >> 20} MiB")
+            with zipfile.ZipFile(file) as archive:
+                return _documents(archive, path.name)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         raise ArchiveError(f"{path.name} is not a benchmark archive ({error or type(error).__name__})") from None
     except CheckpointError as error:

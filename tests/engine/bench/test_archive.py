@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.bench import archive, privacy
-from engine.bench.archive import MAX_BYTES, PARTS, read, write
+from engine.bench.archive import MAX_ARCHIVE, MAX_BYTES, PARTS, read, write
 from engine.bench.privacy import Scrubber
 from engine.errors import ArchiveError
 
@@ -184,6 +185,17 @@ def test_a_malformed_archive_is_one_line(what: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     assert "bad.zip" in str(caught.value)
     assert [entry.name for entry in tmp_path.iterdir()] == ["bad.zip"]  # nothing is unpacked
+
+
+def test_only_a_file_of_an_archive_s_size_is_read(tmp_path: Path) -> None:
+    """A zip's end is looked for from the start of what has no size: a device filled the memory, a pipe never ended."""
+    os.mkfifo(tmp_path / "pipe.zip")
+    with open(tmp_path / "huge.zip", "wb") as huge:
+        huge.truncate(MAX_ARCHIVE + 1)
+    for path in (Path("/dev/zero"), tmp_path / "pipe.zip", tmp_path, tmp_path / "huge.zip", tmp_path / "none.zip"):
+        with pytest.raises(ArchiveError) as caught:
+            read(path)
+        assert path.name in str(caught.value)
 
 
 def test_damage_anywhere_is_an_error_or_harmless(tmp_path: Path) -> None:
