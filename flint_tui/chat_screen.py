@@ -187,7 +187,6 @@ class ChatScreen(ChatView):
     def action_new(self) -> None:
         if self.may_leave():
             self.session.new()
-            self.stop_editing()
             self.show_conversation()
             self.show_figures()
             self.composer.focus()

@@ -250,7 +250,6 @@ class ChatView(Screen[None]):
             self.notify("The turns after it are kept in the original conversation", timeout=4)
         else:
             session.truncate(index)
-        self.stop_editing()
         self.show_conversation()
 
     def stop_editing(self) -> None:
@@ -299,6 +298,7 @@ class ChatView(Screen[None]):
             document = Document(message.text, plain=user, tint=self.app.settings.tint, marks=message.marks)
             entries.append(Entry(message.role, document, "" if user else footer_of(message), message=index))
         self.reply_entry = None
+        self.stop_editing()  # the prompt that was being edited may belong to another conversation
         self.show_welcome(not entries)
         self.transcript.replace_all(entries)
 

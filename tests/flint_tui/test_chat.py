@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from flint_tui.actions import ACTIONS, SLASH, slash_action
 from flint_tui.app import FlintApp
 from flint_tui.screens.help import HelpScreen
@@ -177,6 +179,29 @@ async def test_giving_up_an_edit() -> None:
         assert app.chat.composer.text == ""
         await ask(pilot, "b")
         assert [m.text for m in app.session.messages if m.role == "user"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("leave", ["open", "fork", "regenerate"])
+async def test_an_edit_ends_with_what_it_was_of(leave) -> None:
+    """The next prompt once replaced one at the same place in the conversation that had been opened meanwhile."""
+    async with running(FakeEngine(answers=["one", "two", "three"])) as (app, pilot, _):
+        await ask(pilot, "in one conversation")
+        first = app.session.conversation
+        assert first is not None
+        await pilot.press("ctrl+n")
+        await ask(pilot, "in another")
+        await pilot.press("f6")
+        assert app.chat.editing == 0
+        if leave == "open":
+            app.open_conversation(first)
+        else:
+            await pilot.press({"fork": "alt+f", "regenerate": "f5"}[leave])
+            await idle(pilot)
+        assert app.chat.editing is None
+        kept = [message.text for message in app.session.messages]
+        assert len(kept) == 2
+        await ask(pilot, "next")
+        assert [message.text for message in app.session.messages][:3] == [*kept, "next"]
 
 
 async def test_a_failing_backend_ends_the_reply_and_the_app_lives() -> None:
