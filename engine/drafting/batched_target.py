@@ -6,6 +6,7 @@ a static cache that a CUDA graph can replay. A test holds the two together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,8 +17,13 @@ from torch import Tensor
 from engine.backends.torch_reference import rms_norm, rotate
 from engine.config import ModelConfig
 from engine.drafting import compiling
+from engine.errors import DeviceOutOfMemory
+from engine.files.disk import human_bytes
+from engine.machine.hardware import physical_memory
 from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize
+
+CACHE_SHARE = 0.6  # of RAM, for keys and values
 
 
 class Layer(NamedTuple):
@@ -54,13 +60,27 @@ def _joined(weights: dict[str, Tensor], prefix: str, names: str | tuple[str, ...
 
 
 class StaticCache:
-    """Keys and values [layers, B, kv_heads, length, head_dim] of a batch whose sequences share their positions."""
+    """Keys and values [layers, B, kv_heads, length, head_dim] of a batch whose sequences share their positions.
+
+    Raises DeviceOutOfMemory, naming a batch that fits."""
 
     def __init__(self, config: ModelConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
+        _check_room(2 * math.prod(shape) * dtype.itemsize, batch, length, device)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.length = length
+
+
+def _check_room(size: int, batch: int, length: int, device: torch.device) -> None:
+    """RAM is given out before it is there, and who then uses too much is killed; a GPU says no itself."""
+    memory = physical_memory() if device.type == "cpu" else None
+    if memory is not None and size > CACHE_SHARE * memory:
+        raise DeviceOutOfMemory(
+            f"Keys and values of {batch} sequences of {length} tokens take {human_bytes(size)}, "
+            f"this machine has {human_bytes(memory)} of memory",
+            f"{int(batch * CACHE_SHARE * memory / size)} sequences fit",
+        )
 
 
 class BatchedTarget:

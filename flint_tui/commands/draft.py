@@ -54,6 +54,7 @@ def harvest(
     from engine.drafting.themes import Themes
     from engine.errors import UsageError
 
+    given = None if prompts is None else load_prompts(prompts)
     packed, tokenizer, template = _open(model)
     ends = packed.config.eos_token_ids
     if not ends:
@@ -64,10 +65,10 @@ def harvest(
     )
     harvester = Harvester(_target(packed, device), turns, options)
     words = Words(tokenizer.encode, tokenizer.decode)
-    if prompts is None:
+    if given is None:
         openings = from_themes(harvester, Themes(), words, out)
     else:
-        openings = from_prompts(load_prompts(prompts), words)
+        openings = from_prompts(given, words)
     held_out = {tuple(tokenizer.encode(prompt.text)) for prompt in load_prompts(None)}
     with _progress("harvest") as report:
         written = run(harvester, out, openings, held_out, report)
