@@ -103,7 +103,6 @@ struct Shared {
     u64 histogram[256];
     u32 count[WARPS];
     int scratch[2];
-    int window;  // the producer's
 #ifdef PROFILE
     u32 profile[PROFILE_SLOTS];
 #else
@@ -150,10 +149,6 @@ struct Context {
     __device__ __forceinline__ void sync() const { sync_consumers(); }
     // The copy of the hops' buffers that this SM reads.
     __device__ __forceinline__ const u32* copy() const { return p.scratch + sm % HOP_COPIES * HOP_COPY; }
-    // How many stages the producer may have in flight from here on.
-    __device__ __forceinline__ void allow(int stages) const {
-        if (lane == 0) *static_cast<volatile int*>(&s.window) = stages;
-    }
 };
 
 #ifdef PROFILE

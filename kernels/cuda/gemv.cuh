@@ -238,11 +238,9 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             c.sync();
             profile.stamp(slot + 1);
             c.forget();
-            c.allow(P::WINDOW);
 #pragma unroll 1
             for (int i = 0; i < CHUNKS_PER_PIECE; i++)
                 multiply_tiles<P>(c, tiles, piece * CHUNKS_PER_PIECE + i, i * P::CHUNK_BLOCKS, part);
-            c.allow(LAYER_WINDOW);  // whoever is done first knows that the next hop is near
             profile.stamp(slot + 2);
             meanwhile();
             c.sync();
@@ -257,13 +255,11 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
         c.sync();
         profile.stamp(slot + 1);
         meanwhile();
-        c.allow(P::WINDOW);
         // Two buffers of sums: while some warps finish a batch, the others multiply the next one.
 #pragma unroll 1
         for (int first = 0, batch = 0; first < tiles; first += P::BATCH, batch ^= 1) {
             const int n = min(P::BATCH, tiles - first);
             multiply_tiles<P>(c, n, 0, 0, part + batch * BUFFER);
-            if (first + P::BATCH >= tiles) c.allow(LAYER_WINDOW);
             c.sync();
             for (int item = c.warp; item < n * COLUMNS; item += WARPS)
                 finish(first + item / COLUMNS, item % COLUMNS,

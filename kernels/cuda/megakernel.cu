@@ -30,7 +30,7 @@ __device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTi
 
 __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slots) {
     const SmTiles& tiles = s.tiles;
-    Producer producer(s.ring, slots, s.window);
+    Producer producer(s.ring, slots);
     const u8* const stream = p.weights + tiles.offset;
     producer.weights_end = stream + LAYERS * tiles.layer_bytes + size_t(tiles.count[Head::INDEX]) * Head::TILE_BYTES;
     u32 go_parity = 0;
@@ -55,6 +55,7 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
         };
         const u8* source = stream;
         for (int layer = 0; layer < LAYERS; layer++) {
+            if (layer == 1) producer.window = LAYER_WINDOW;
             if (!QKV_FITS && !await_token()) return producer.drain();
             source = stream_phase<Qkv>(producer, tiles, source);
             if (!OUT_FITS && !await_token()) return producer.drain();
@@ -78,6 +79,8 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
             if (layer == 0 && blockIdx.x == 0 && threadIdx.x % 32 == 0 && p.mode != STEP)
                 s.stop_asked = *reinterpret_cast<const volatile u32*>(p.host_stop);
         }
+        // In the head there is no hop to disturb; at one stage in flight it took 38 us instead of 26 (H200, Granite-3B).
+        producer.window = HEAD_WINDOW;
         stream_phase<Head>(producer, tiles, source);
         if (p.mode == STEP || (COLUMNS == 1 && token + 1 >= p.max_tokens)) break;
         last_position = position;
@@ -256,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
         barrier_init(&s.ring.go, 1);
         s.stop = 0;
         s.stop_asked = 0;
-        s.window = LAYER_WINDOW;
         if (blockIdx.x == 0) {
             stalled_report = p.host_report;
             gave_up = 0;

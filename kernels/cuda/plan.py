@@ -25,10 +25,9 @@ CHUNK_K = 4096  # most K whose activations are staged at once for many columns
 BALANCE = 0.0  # see split_tiles
 NOMINAL_CONTEXT = 1024  # positions, for which the SMs' loads are balanced
 BLOCKS_PER_SPLIT = 17  # of 16 positions; 1,024 positions then make four splits, which one round of loads merges
-WINDOW = 1  # stages in flight while an SM waits for a hop: more of them lengthen it
-BUSY_WINDOW = 2  # while it multiplies
+WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
-L2_AHEAD = 131072  # bytes that the producer asks the L2 cache for beyond what it copies
+L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read
 STAGE_LOADS = 2  # packets of one lane under way at once while activations are staged
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
@@ -284,10 +283,10 @@ def make_plan(
 ) -> Plan:
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
-    tuning: overrides of WINDOW, BUSY_WINDOW, GATE_WINDOW (for gate_up alone), HEAD_WINDOW, L2_AHEAD, HOP_COPIES,
-    STAGE_LOADS, BLOCKS_PER_SPLIT, NOMINAL_CONTEXT, STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1
-    stamps clocks by phase, NO_WAIT=1 waits for nobody, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told
-    (both: wrong results, for diagnosis and cost curves).
+    tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, NOMINAL_CONTEXT,
+    STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for
+    nobody, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (both: wrong results, for diagnosis and cost
+    curves).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -384,8 +383,6 @@ def make_plan(
         "STAGE_BYTES": str(stage),
         "STAGES": str(stages),
         "LAYER_WINDOW": str(window(tuning.get("WINDOW", WINDOW))),
-        "BUSY_WINDOW": str(window(tuning.get("BUSY_WINDOW", BUSY_WINDOW))),
-        "GATE_WINDOW": str(window(tuning.get("GATE_WINDOW", BUSY_WINDOW))),
         "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", HEAD_WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", STAGE_LOADS)),

@@ -51,13 +51,11 @@ struct Producer {
     RingBarriers& barriers;
     u8* slots;
     Cursor next, oldest;  // the stage to fill; the oldest one in flight
-    volatile int& window;  // stages that may be in flight: the consumers say when hops are under way
-    int in_flight = 0;
+    int in_flight = 0, window = LAYER_WINDOW;  // stages
     ProducerClocks clocks;
     const u8* weights_end = nullptr;  // of this SM's stream
 
-    __device__ __forceinline__ Producer(RingBarriers& barriers, u8* slots, volatile int& window)
-        : barriers(barriers), slots(slots), window(window) {}
+    __device__ __forceinline__ Producer(RingBarriers& barriers, u8* slots) : barriers(barriers), slots(slots) {}
 
     // Streams `units` units from `source`; each will be released by `readers` warps.
     template <int UNITS_PER_STAGE, int UNIT_BYTES, bool WEIGHTS>

@@ -37,8 +37,6 @@ struct Phase {
     static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 16;  // 16 more: 8 columns share no bank
     static constexpr int GROUPS = STAGED_K / GROUP;  // of the weights
 
-    static constexpr int WINDOW = INDEX == 4 ? HEAD_WINDOW : INDEX == 2 ? GATE_WINDOW : BUSY_WINDOW;  // stages in flight while it is multiplied
-
     static constexpr int TILES_AT_ONCE = BATCH < MOST_TILES ? BATCH : MOST_TILES;
     static constexpr int MOST_STAGES = CHUNKS * ((MOST_TILES + TILES_AT_ONCE - 1) / TILES_AT_ONCE) *
                                        ((TILES_AT_ONCE * UNITS + UNITS_PER_STAGE - 1) / UNITS_PER_STAGE);

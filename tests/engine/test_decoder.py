@@ -495,6 +495,24 @@ def test_a_backend_that_drafts_itself_is_left_to_it(tokenizer, simulated):
     assert sum(sum(event.draft_mask) for event in told) == usage.accepted
 
 
+def test_the_first_sight_of_a_prompt_is_taken_beside_the_loop(tokenizer, simulated):
+    """Before it, it would have cost more than a reply's drafts may, where a step takes a third of a millisecond."""
+    backend = simulated(FakeSpeculativeBackend(hashed_logits(259, repeats=0.97)))
+
+    class SlowReader(NgramDrafter):
+        def extend(self, tokens, features) -> None:
+            if self.position == 0:
+                backend.elapsed += 0.05
+            super().extend(tokens, features)
+
+    decoder, drafter = Decoder(backend, tokenizer), SlowReader()
+    decoder.follow(drafter).record_step(1, 0.01)  # as after another reply
+    options = DecodeOptions(max_tokens=200, stop_ids=frozenset(), drafter=drafter)
+    usage = end_of(list(decoder.generate(PROMPT, options))).usage
+    assert backend.loops
+    assert usage.decode_s < 0.7 * 0.01 * 199
+
+
 def test_a_speculative_loop_that_does_not_pay_is_left(tokenizer, simulated):
     def fading(tokens: Sequence[int]) -> np.ndarray:
         return hashed_logits(259, repeats=0.99 if len(tokens) < 120 else 0.0)(tokens)
