@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, zip_longest
+from textwrap import wrap
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -14,6 +15,7 @@ from flint_tui.screens.dialog import Dialog
 from flint_tui.settings import keys_path
 
 GROUPS = ("Compose", "Reply", "Conversation", "Model", "Copy", "Move", "View", "App")
+TITLES_AT = 25  # cells left of what a key does
 
 
 class HelpScreen(Dialog[None]):
@@ -22,12 +24,17 @@ class HelpScreen(Dialog[None]):
 
     def body(self) -> ComposeResult:
         with VerticalScroll(id="help-scroll", can_focus=True):
-            yield Static(self.content())
+            yield Static(id="help-text")
 
     def on_mount(self) -> None:
         self.query_one("#help-scroll").focus()
 
+    def on_resize(self) -> None:
+        """The words are wrapped beside their keys, which takes the width."""
+        self.call_after_refresh(lambda: self.query_one("#help-text", Static).update(self.content()))
+
     def content(self) -> Content:
+        room = max(10, self.query_one("#help-scroll").scrollable_content_region.width - TITLES_AT)
         keymap = self.app.keys
         rows = [(a.group, key_name(keymap.get(a.id, a.key)), a.title) for a in ACTIONS]
         rows += [(group, key_name(keys), title) for group, keys, title in FIXED_KEYS]
@@ -36,7 +43,8 @@ class HelpScreen(Dialog[None]):
         for group, members in groupby(rows, key=lambda row: row[0]):
             lines += [Content(""), Content.styled(group, "bold $accent")]
             for _, keys, title in members:
-                lines.append(Content.assemble((f"  {keys:<22} ", "$foreground"), (title, "$muted")))
+                for key, part in zip_longest([keys], wrap(title, room), fillvalue=""):
+                    lines.append(Content.assemble((f"  {key:<22} ", "$foreground"), (part, "$muted")))
         lines += [Content(""), Content.styled(f"Change keys in {keys_path()}", "$muted")]
         lines.append(Content.styled('  [keys]\n  toggle_mode = "ctrl+k"', "$muted"))
         return Content("\n").join(lines[1:])

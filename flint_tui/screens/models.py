@@ -59,8 +59,8 @@ class ModelsScreen(Dialog[str]):
         return Content.assemble(
             mark,
             (f"{model.name:<26} ", "" if model.packed else "$muted"),
+            (f"{what:<19} ", "$muted"),  # before what a narrow screen cuts off: Enter begins the download
             (f"{model.detail:<20} ", "$muted"),
-            (f"{what:<19} ", "$muted"),
             (model.note, "$muted"),
         )
 

@@ -220,6 +220,15 @@ class FakeShelf:
         return "big/int4"
 
 
+async def test_the_help_s_words_stay_beside_their_keys() -> None:
+    async with running(size=(60, 20)) as (app, pilot, _):
+        await pilot.press("f1")
+        await wait(pilot, lambda: isinstance(app.screen, HelpScreen))
+        rows = screen_text(app).splitlines()
+        first = next(y for y, row in enumerate(rows) if "Send; while a reply runs," in row)
+        assert rows[first + 1].index("queue") == rows[first].index("Send;")
+
+
 async def open_models(app: FlintApp, pilot) -> ModelsScreen:
     await pilot.press("f2")
     await wait(pilot, lambda: isinstance(app.screen, ModelsScreen))
@@ -256,6 +265,12 @@ async def test_a_model_is_packed_inside_the_app_and_opened() -> None:
     finally:
         app.engine_thread.close(5.0)
         app.store.close()
+
+
+async def test_a_narrow_screen_says_how_much_enter_would_download() -> None:
+    async with running(shelf=FakeShelf(), size=(60, 20)) as (app, pilot, _):
+        await open_models(app, pilot)
+        assert "6.00 GB to download" in screen_text(app)
 
 
 async def test_packing_can_be_cancelled_and_a_failure_is_one_line() -> None:
