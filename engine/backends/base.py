@@ -157,11 +157,12 @@ class WholeLoop(Protocol):
 
 @runtime_checkable
 class SpeculativeLoop(Protocol):
-    """A whole-loop backend that also drafts, by prompt lookup in the history, and verifies inside its loop."""
+    """A whole-loop backend that also drafts, by prompt lookup in the history, and verifies inside its loop.
 
-    loop_widths: tuple[
-        int, ...
-    ]  # tokens that a step may be made for, above 1, ascending; () where none fits the device
+    loop_widths: tokens that a step may be made for, above 1, ascending; () where none fits the device.
+    """
+
+    loop_widths: tuple[int, ...]
 
     def can_speculate(self, sampling: Sampling) -> bool:
         """Whether `stream_speculative` can choose tokens this way."""
