@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from engine.backends.base import LoopStep
 from engine.backends.cuda import CudaBackend
@@ -17,11 +18,13 @@ from engine.events import Event, Finished, Tokens
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling, sample
 from engine.text.tokenizer import Tokenizer
+from kernels.cuda.reference import draw
 from tests.gpu.models import RandomModel
 from tests.gpu.test_backend import random_tokens, small_model
 
 WIDTHS = (2, 4, 8)
 NEAR_TIE = 2e-2  # a logit gap below which two widths' roundings may choose differently
+NEAR_BORDER = 5e-3  # a distance from a draw to the next id's share, of the whole probability
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "cool": {"temperature": 0.1, "seed": 3},
@@ -82,13 +85,14 @@ def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str,
         logits = backend.step([history[-1]]).logits[0]
         if sample(logits, Sampling(**sampling), history) != token:
             different += 1
-            worst = max(worst, float(logits.max() - logits[token]))
+            # How close a call it was: of logits, or of the whole probability where it was drawn.
+            worst = max(worst, draw(torch.from_numpy(logits), Sampling(**sampling), history)[1])
         history.append(token)
     record_property("different", different)
-    # Greedy: only near ties may differ. Drawn: a draw within rounding of a border may fall on its other side.
-    assert different <= 2
-    if not sampling:
-        assert worst < NEAR_TIE
+    record_property("closest_call", worst)
+    # Only near ties may differ: widths round differently. Of a hundred borders between ids some lie near every draw.
+    assert different <= (2 if not sampling else count / 40)
+    assert worst < (NEAR_TIE if not sampling else NEAR_BORDER)
 
 
 def test_the_cache_after_a_speculative_reply_is_exact(opened):
