@@ -55,6 +55,7 @@ class ChatView(Screen[None]):
         self._compositor = PatchCompositor()
         self.session = session
         self.facts: EngineFacts | None = None
+        self._sampled: str | None = None  # the model that the sampling settings were made for
         self.engine_state = ""
         self.reply_entry: Entry | None = None
         self.editing: int | None = None  # index of the prompt that is being edited
@@ -212,7 +213,8 @@ class ChatView(Screen[None]):
             self.take_back_queue()
 
     def _loaded(self, facts: EngineFacts) -> None:
-        if self.facts is None or self.facts.identifier != facts.identifier:
+        if self._sampled != facts.identifier:
+            self._sampled = facts.identifier
             self.session.options = replace(self.session.options, sampling=self._sampling(facts))
         self.facts = facts
         self.engine_state = ""

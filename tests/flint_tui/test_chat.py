@@ -403,10 +403,14 @@ async def test_a_model_that_cannot_be_opened_leaves_the_one_that_was_open() -> N
     try:
         async with app.run_test(size=(120, 36)) as pilot:
             await wait(pilot, lambda: hasattr(app, "chat") and app.chat.facts is not None, "the first is open")
+            assert app.session.options.sampling is not None
+            chosen = replace(app.session.options.sampling, temperature=0.125)
+            app.session.options = replace(app.session.options, sampling=chosen)
             app.load_model("second")
             await idle(pilot)
             assert "the disk is gone" in screen_text(app)
             assert app.chat.facts is again.facts
+            assert app.session.options.sampling == chosen
             assert first.closed
             await ask(pilot, "hello")
             assert len(again.asked) == 1
