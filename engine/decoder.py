@@ -208,10 +208,11 @@ class _Generation:
         """Verify drafts where they pay, single passes where they do not."""
         if self.drafter is not None:
             self.decoder.follow(self.drafter).begin_reply()
-            if isinstance(self.backend, SpeculativeLoop) and self._loop_drafts(self.backend, self.drafter):
-                # Where single steps take a third of a millisecond, the lookup's first sight of the prompt takes several:
+            backend, goes_on = self.backend, self._goes_on()
+            if goes_on and isinstance(backend, SpeculativeLoop) and self._loop_drafts(backend, self.drafter):
+                # Where single steps take a third of a millisecond, the lookup's first sight of a prompt takes several:
                 # it happens beside the loop.
-                yield from self._stream(self.backend)
+                yield from self._stream(backend)
         while self._goes_on():
             draft = self._draft()
             if draft.ids and self.drafter is not None:

@@ -120,6 +120,7 @@ class FakeStream:
     ) -> None:
         assert history[-1] == token
         assert history[:-1] == backend.tokens
+        assert max_tokens > 0
         self._cancelled = False
         self._batches = self._decode(backend, token, sampling, max_tokens, stop_ids, history)
 

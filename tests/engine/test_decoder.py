@@ -513,6 +513,21 @@ def test_the_first_sight_of_a_prompt_is_taken_beside_the_loop(tokenizer, simulat
     assert usage.decode_s < 0.7 * 0.01 * 199
 
 
+@pytest.mark.parametrize("ends", ["length", "stop", "cancelled"])
+def test_no_loop_is_begun_for_a_reply_that_has_ended(tokenizer, ends):
+    """At its first token, or in its prefill: a loop would then find a cache without the whole prompt."""
+    backend, cancel = FakeSpeculativeBackend(spelled("") if ends == "stop" else None), threading.Event()
+    options = DecodeOptions(max_tokens=1 if ends == "length" else 9, drafter=NgramDrafter())
+    events = []
+    for event in Decoder(backend, tokenizer).generate(PROMPT, options, cancel):
+        events.append(event)
+        if ends == "cancelled" and isinstance(event, PrefillProgress):
+            cancel.set()
+    end = end_of(events)
+    assert (end.reason, end.error) == (ends, "")
+    assert backend.tokens == PROMPT[: 16 if ends == "cancelled" else None]
+
+
 def test_a_speculative_loop_that_does_not_pay_is_left(tokenizer, simulated):
     def fading(tokens: Sequence[int]) -> np.ndarray:
         return hashed_logits(259, repeats=0.99 if len(tokens) < 120 else 0.0)(tokens)
