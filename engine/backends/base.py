@@ -156,7 +156,7 @@ class WholeLoop(Protocol):
 
 
 @runtime_checkable
-class SpeculativeLoop(Protocol):
+class SpeculativeLoop(WholeLoop, Protocol):
     """A whole-loop backend that also drafts, by prompt lookup in the history, and verifies inside its loop.
 
     loop_widths: tokens that a step may be made for, above 1, ascending; () where none fits the device.
