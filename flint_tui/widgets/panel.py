@@ -61,6 +61,7 @@ class Panel(Widget):
             base = self.visual_style
             segments = [Segment(text, style.rich_style) for text, style in row.render(base, "", self._get_style)]
             strip = Strip(segments).adjust_cell_length(width, base.rich_style)
+            assert base.background is not None
             for line_filter in self.get_line_filters():
                 strip = strip.apply_filter(line_filter, base.background)
             self._strips[y] = strip

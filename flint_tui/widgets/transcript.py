@@ -313,12 +313,16 @@ class Transcript(ScrollView, can_focus=True):
             visual = self.visual_style
             for role in roles:
                 visual += role_style(role, self.app.theme_variables, self.app.no_color)
-            style = self._styles[roles] = self._filtered(Strip([Segment(" ", visual.rich_style)]))._segments[0].style
+            style = self._filtered(Strip([Segment(" ", visual.rich_style)]))._segments[0].style
+            assert style is not None
+            self._styles[roles] = style
         return style
 
     def _filtered(self, strip: Strip) -> Strip:
+        background = self.visual_style.background
+        assert background is not None
         for line_filter in self.get_line_filters():
-            strip = strip.apply_filter(line_filter, self.visual_style.background)
+            strip = strip.apply_filter(line_filter, background)
         return strip
 
     def _highlight(self, strip: Strip, span: tuple[int, int] | None, lead: int) -> Strip:
