@@ -213,14 +213,16 @@ class ChatView(Screen[None]):
             self.take_back_queue()
 
     def _loaded(self, facts: EngineFacts) -> None:
-        if self._sampled != facts.identifier:
+        other_model = self._sampled != facts.identifier
+        if other_model:
             self._sampled = facts.identifier
             self.session.options = replace(self.session.options, sampling=self._sampling(facts))
         self.facts = facts
         self.engine_state = ""
         self.session.model = facts.model
         markdown.parser()  # importing it takes 40 ms, which the first reply is spared
-        self.app.settle()
+        if other_model:  # facts also change after a reply, when the next may be under way
+            self.app.settle()
         if self.session.options.mode == "speculative" and facts.verify_width < 2:
             self.session.options = replace(self.session.options, mode="single")
         self.show_state()

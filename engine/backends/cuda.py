@@ -162,8 +162,11 @@ class CudaBackend:
         return self._stream
 
     def can_speculate(self, sampling: Sampling) -> bool:
-        """Not with a repeat penalty: its window differs from draft to draft."""
-        return bool(self.loop_widths) and (sampling.repeat_penalty == 1.0 or sampling.repeat_window == 0)
+        """Not with a repeat penalty: its window differs from draft to draft. Nor with a million tokens of context."""
+        from kernels.cuda.plan import MOST_HISTORY
+
+        penalised = sampling.repeat_penalty != 1.0 and sampling.repeat_window > 0
+        return bool(self.loop_widths) and not penalised and self.context_size < MOST_HISTORY - 1
 
     def stream_speculative(
         self,

@@ -289,7 +289,7 @@ class Megakernel:
         if columns not in (2, 4, 8) or columns > self.columns:
             raise ValueError(f"a speculative loop of {columns} columns")
         max_tokens = self._room(position, max_tokens)
-        if known + max_tokens >= 1 << 20:
+        if known + max_tokens >= planning.MOST_HISTORY:
             raise ValueError(f"a history of {known} and {max_tokens} more tokens: indices have 20 bits")
         kernel, plan = self._kernel(columns)
         p = self._loop_parameters(plan, sampling, position, max_tokens, known)

@@ -17,6 +17,7 @@ TILE_ROWS = 16
 BLOCK_K = 64  # K that the 32 lanes hold in one step: 16 consecutive bytes a lane in int4
 KV_BLOCK = 16
 MAX_COLUMNS = 8
+MOST_HISTORY = 1 << 20  # tokens that the speculative loop can look up in: its indices have 20 bits
 
 CONSUMER_WARPS = 16
 MAX_SPLITS = 16  # of the keys of one KV head
@@ -285,8 +286,8 @@ def make_plan(
 
     tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, NOMINAL_CONTEXT,
     STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for
-    nobody, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (both: wrong results, for diagnosis and cost
-    curves).
+    nobody, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (both: wrong results, for diagnosis and
+    cost curves).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
