@@ -27,7 +27,7 @@ from flint_tui.engine_door import ChatEngine, TurnOptions
 from tests.flint_tui.run_fake import PacedEngine, TimedEngine
 from tests.flint_tui.terminal import Terminal, fake_app
 
-READY = "sk anything"  # the cursor stands on the first letter
+READY = "msk anything"  # a style ends before it: the cursor stands on the first letter, so keys arrive
 SECONDS = 5.0
 PROMPT = "Tell me all about stones"
 PAIRS = 9  # off/on, at most

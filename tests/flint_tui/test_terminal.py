@@ -15,7 +15,7 @@ import pytest
 
 from tests.flint_tui.terminal import Terminal, fake_app
 
-READY = "sk anything"  # the cursor stands on the first letter
+READY = "msk anything"  # a style ends before it: the cursor stands on the first letter, so keys arrive
 LEAVE_S = 8.0  # generous: what must not be waited for takes 600 s (the figures come from measure_app.py)
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 
