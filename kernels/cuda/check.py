@@ -225,7 +225,7 @@ def _compile(job: tuple[dict[str, str], str]) -> None:
 
 def plan_of(dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: int, tuning: Any = None) -> Any:
     """The plan of a case without its weights."""
-    from kernels.cuda.plan import BALANCE, key_readers, make_plan, phases_of, split_tiles
+    from kernels.cuda.plan import make_plan, phases_of, split_tiles
 
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     sizes = {
@@ -242,8 +242,7 @@ def plan_of(dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: 
     }
     matrices["embed"] = matrices["head"] = Stored(*(case.head or (case.kind, case.group)), dims.vocab, dims.hidden)
     phases = phases_of(dims, matrices)
-    balance = (tuning or {}).get("BALANCE_PERCENT", 100 * BALANCE) / 100
-    split = split_tiles(phases, dims.layers, sms, balance, key_readers(dims, tuning or {}))
+    split = split_tiles(phases, dims.layers, sms)
     return make_plan(dims, phases, split, sms, shared_limit, columns, matrices["embed"], tuning)
 
 

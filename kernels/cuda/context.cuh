@@ -103,11 +103,7 @@ struct Shared {
     u64 histogram[256];
     u32 count[WARPS];
     int scratch[2];
-#ifdef PROFILE
-    u32 profile[PROFILE_SLOTS];
-#else
-    u32* profile;
-#endif
+    u32 profile[PROFILE_SLOTS];  // used with PROFILE
     float top;
     int token;
     int asked_to_end;  // by the host, before this token

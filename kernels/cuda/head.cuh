@@ -22,6 +22,34 @@ __device__ __forceinline__ u64 warp_largest(u64 v) {
     return v;
 }
 
+struct Largest {
+    u64 word;
+    bool stop;  // the first SM was asked to end the reply
+};
+
+// One warp speaks and listens for its SM: publishes its best candidate in words[SM] and returns the largest of all SMs',
+// after which what they stored before is visible. tag: of the step.
+__device__ __forceinline__ Largest largest_of_all(u64* words, u64 best, u64 tag, const u32& stop_asked) {
+    const int sm = blockIdx.x, lane = threadIdx.x % 32;
+    if (lane == 0) {
+        __threadfence();  // logits, and keys and values for the bulk copies of the next token
+        const bool stop = sm == 0 && *const_cast<const volatile u32*>(&stop_asked);
+        store_word64(words + sm, best | (stop ? CANDIDATE_STOP : 0) | tag);
+    }
+    u64 largest = 0, stop = 0;
+    for (int i = lane; i < SMS; i += 32) {
+        Watchdog watchdog;
+        u64 w;
+        while (((w = load_word64(words + i)) & CANDIDATE_TAG) != tag) watchdog.tick(WAIT_TOKEN);
+        if (i == 0) stop = w & CANDIDATE_STOP;  // lane 0's
+        w &= ~(CANDIDATE_TAG | CANDIDATE_STOP);
+        largest = w > largest ? w : largest;
+    }
+    largest = warp_largest(largest);
+    if (lane == 0) __threadfence();
+    return {largest, stop != 0};
+}
+
 // The repeat penalty's window, as counts over this SM's rows of the head.
 struct Window {
     __device__ static void add(const Context& c, int id, int by) {
@@ -82,26 +110,11 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
     c.sync();
     if (c.warp == 0) {
         best = warp_largest(c.lane < WARPS ? c.s.best[c.lane] : 0);
+        const Largest all = largest_of_all(words, best, tag, c.s.stop_asked);
         if (c.lane == 0) {
-            __threadfence();  // logits, and keys and values for the bulk copies of the next token
-            const bool stop = c.sm == 0 && *reinterpret_cast<volatile u32*>(&c.s.stop_asked);
-            store_word64(words + c.sm, best | (stop ? CANDIDATE_STOP : 0) | tag);
-        }
-        u64 largest = 0, stop = 0;
-        for (int i = c.lane; i < SMS; i += 32) {
-            Watchdog watchdog;
-            u64 w;
-            while (((w = load_word64(words + i)) & CANDIDATE_TAG) != tag) watchdog.tick(WAIT_TOKEN);
-            if (i == 0) stop = w & CANDIDATE_STOP;
-            w &= ~(CANDIDATE_TAG | CANDIDATE_STOP);
-            largest = w > largest ? w : largest;
-        }
-        largest = warp_largest(largest);
-        if (c.lane == 0) {
-            __threadfence();
-            c.s.token = candidate_id(largest);
-            c.s.top = from_ordered(u32(largest >> 32));
-            c.s.asked_to_end = stop != 0;
+            c.s.token = candidate_id(all.word);
+            c.s.top = from_ordered(u32(all.word >> 32));
+            c.s.asked_to_end = all.stop;
         }
     }
     c.sync();

@@ -126,10 +126,7 @@ class Megakernel:
         self._cache, self._progress, self._tuning = cubin_cache, progress, dict(tuning or {})
         self._matrices_embed = matrices["embed"]
         self.phases = planning.phases_of(dims, matrices)
-        balance = self._tuning.get("BALANCE_PERCENT", 100 * planning.BALANCE) / 100
-        self.split = planning.split_tiles(
-            self.phases, dims.layers, self._gpu.sm_count, balance, planning.key_readers(dims, self._tuning)
-        )
+        self.split = planning.split_tiles(self.phases, dims.layers, self._gpu.sm_count)
         self._kernels: dict[int, tuple[Kernel, Plan]] = {}
         self._reports: dict[int, tuple[KernelReport, ...]] = {}
         self._device = torch.device("cuda", 0)

@@ -23,8 +23,6 @@ CONSUMER_WARPS = 16
 MAX_SPLITS = 16  # of the keys of one KV head
 STAGE_BYTES = 17408  # wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not
 CHUNK_K = 4096  # most K whose activations are staged at once for many columns
-BALANCE = 0.0  # see split_tiles
-NOMINAL_CONTEXT = 1024  # positions, for which the SMs' loads are balanced
 BLOCKS_PER_SPLIT = 17  # of 16 positions; 1,024 positions then make four splits, which one round of loads merges
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
@@ -201,16 +199,12 @@ class Split:
     total_bytes: int
 
 
-def split_tiles(
-    phases: Mapping[str, Phase], layers: int, sms: int, balance: float = BALANCE, keys: tuple[int, int] = (0, 0)
-) -> Split:
+def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
     """Contiguous tiles for every SM. o and down share one assignment, because the owner keeps the residual's rows.
 
-    gate_up evens out the bytes by the share `balance`: the ring absorbs an imbalance within a layer, but the SM with
-    the most rows of a phase is also the last to publish them. keys: the first keys[0] SMs also read keys[1] bytes of
-    the KV cache in a layer.
+    Each phase is spread evenly, whatever an SM reads elsewhere: the ring absorbs an imbalance within a layer, but the
+    SM with the most rows of a phase is also the last to publish them.
     """
-    o, gate_up, down, qkv = phases["o"], phases["gate_up"], phases["down"], phases["qkv"]
 
     def even(tiles: int, heavy_last: bool) -> list[int]:
         base, extra = divmod(tiles, sms)
@@ -218,21 +212,12 @@ def split_tiles(
 
     counts = {
         # SMs with low numbers attend to the keys, so those with high numbers take the larger shares.
-        "qkv": even(qkv.tiles, True),
-        "o": even(o.tiles, True),
-        "down": even(o.tiles, True),
+        "qkv": even(phases["qkv"].tiles, True),
+        "o": even(phases["o"].tiles, True),
+        "down": even(phases["o"].tiles, True),
+        "gate_up": even(phases["gate_up"].tiles, False),
         "head": even(phases["head"].tiles, False),
     }
-    load = [
-        balance * (counts["qkv"][s] * qkv.tile_bytes + counts["o"][s] * (o.tile_bytes + down.tile_bytes))
-        + balance * (keys[1] if s < keys[0] else 0)
-        for s in range(sms)
-    ]
-    counts["gate_up"] = [0] * sms
-    for _ in range(gate_up.tiles):
-        s = min(range(sms), key=lambda i: (load[i], i))
-        counts["gate_up"][s] += 1
-        load[s] += gate_up.tile_bytes
     first, count = [], []
     start = dict.fromkeys(PHASES, 0)
     for s in range(sms):
@@ -247,14 +232,6 @@ def split_tiles(
         at += layers * layer_bytes[s] + counts["head"][s] * phases["head"].tile_bytes
         at = -(-at // 128) * 128
     return Split(first, count, layer_bytes, offset, at)
-
-
-def key_readers(dims: KernelDims, tuning: Mapping[str, int]) -> tuple[int, int]:
-    """How many SMs read keys and values at the nominal context, and how many bytes of a layer each."""
-    blocks = -(-tuning.get("NOMINAL_CONTEXT", NOMINAL_CONTEXT) // KV_BLOCK) + 1
-    each = max(tuning.get("BLOCKS_PER_SPLIT", BLOCKS_PER_SPLIT), -(-blocks // MAX_SPLITS))
-    splits = -(-blocks // each)
-    return splits * dims.kv_heads, blocks // splits * 4 * KV_BLOCK * dims.head_dim
 
 
 @dataclass(frozen=True)
@@ -284,10 +261,9 @@ def make_plan(
 ) -> Plan:
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
-    tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, NOMINAL_CONTEXT,
-    STAGES, STAGE_BYTES, CONSUMER_WARPS and BALANCE_PERCENT; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for
-    nobody, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (both: wrong results, for diagnosis and
-    cost curves).
+    tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES
+    and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody, FORCED_ACCEPTANCE=1 takes as many
+    drafts for right as it is told (both: wrong results, for diagnosis and cost curves).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads

@@ -93,28 +93,12 @@ struct Speculation {
         if (lane == 0) s.best[warp] = best;
         sync_consumers();
         if (warp < columns) {
-            u64* const words = p.candidates + warp * SMS;
             best = warp_largest(lane < WARPS / COLUMNS ? s.best[lane * COLUMNS + warp] : 0);
+            const Largest all = largest_of_all(p.candidates + warp * SMS, best, tag, s.stop_asked);
             if (lane == 0) {
-                __threadfence();  // logits, and keys and values for the bulk copies of the next step
-                const bool stop = sm == 0 && warp == 0 && *reinterpret_cast<volatile u32*>(&s.stop_asked);
-                store_word64(words + sm, best | (stop ? CANDIDATE_STOP : 0) | tag);
-            }
-            u64 largest = 0, stop = 0;
-            for (int i = lane; i < SMS; i += 32) {
-                Watchdog watchdog;
-                u64 w;
-                while (((w = load_word64(words + i)) & CANDIDATE_TAG) != tag) watchdog.tick(WAIT_TOKEN);
-                if (i == 0) stop = w & CANDIDATE_STOP;
-                w &= ~(CANDIDATE_TAG | CANDIDATE_STOP);
-                largest = w > largest ? w : largest;
-            }
-            largest = warp_largest(largest);
-            if (lane == 0) {
-                __threadfence();
-                s.step.choice[warp] = candidate_id(largest);
-                s.step.top[warp] = from_ordered(u32(largest >> 32));
-                if (warp == 0) s.asked_to_end = stop != 0;
+                s.step.choice[warp] = candidate_id(all.word);
+                s.step.top[warp] = from_ordered(u32(all.word >> 32));
+                if (warp == 0) s.asked_to_end = all.stop;
             }
         }
         sync_consumers();

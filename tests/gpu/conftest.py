@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from engine.backends.cuda import find_gpu
+from engine.backends.cuda import CudaBackend, find_gpu
 from engine.errors import BackendError
+from engine.packed.model import PackedModel
 from kernels.cuda.driver import Gpu
+from tests.gpu.models import RandomModel
+
+Opener = Callable[..., CudaBackend]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,3 +52,17 @@ def _memory() -> Iterator[None]:
     import torch
 
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Opens backends, and closes them after the test."""
+    backends: list[CudaBackend] = []
+
+    def open_one(model: RandomModel, context_size: int = 512) -> CudaBackend:
+        backends.append(CudaBackend.from_packed(cast(PackedModel, model), context_size=context_size))
+        return backends[-1]
+
+    yield open_one
+    for backend in backends:
+        backend.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +13,13 @@ import torch
 from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
 from engine.errors import ContextOverflow, DeviceOutOfMemory
 from engine.packed.matrix import Storage
-from engine.packed.model import PackedModel
 from engine.sampling import Sampling, sample
+from tests.gpu.conftest import Opener
 from tests.gpu.models import SHAPES, RandomModel, adopt_cache, config_of, relative_error
 from tests.synthetic import small_config
 
 TOLERANCE = 3e-3  # relative, of logits and features
 PROMPT = PASSES * COLUMNS + 68  # long enough to run as prefill; ends inside a block of 16 positions
-
-Opener = Callable[..., CudaBackend]
-
-
-@pytest.fixture
-def opened() -> Iterator[Opener]:
-    """Opens backends, and closes them after the test."""
-    backends: list[CudaBackend] = []
-
-    def open_one(model: RandomModel, context_size: int = 512) -> CudaBackend:
-        backends.append(CudaBackend.from_packed(cast(PackedModel, model), context_size=context_size))
-        return backends[-1]
-
-    yield open_one
-    for backend in backends:
-        backend.close()
 
 
 def random_tokens(count: int, vocab: int, seed: int = 1) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from engine.packed.model import PackedModel
 from engine.sampling import Sampling, sample
 from engine.text.tokenizer import Tokenizer
 from kernels.cuda.reference import draw
-from tests.gpu.models import RandomModel
 from tests.gpu.test_backend import random_tokens, small_model
 
 WIDTHS = (2, 4, 8)
@@ -30,20 +29,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "cool": {"temperature": 0.1, "seed": 3},
     "top-p": {"temperature": 0.7, "top_k": 100, "top_p": 0.9, "min_p": 0.01, "seed": 2**40 + 1},
 }
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., CudaBackend]]:
-    """Opens backends, and closes them after the test."""
-    backends: list[CudaBackend] = []
-
-    def open_one(model: RandomModel, context_size: int = 1024) -> CudaBackend:
-        backends.append(CudaBackend.from_packed(cast(PackedModel, model), context_size=context_size))
-        return backends[-1]
-
-    yield open_one
-    for backend in backends:
-        backend.close()
 
 
 def speculate(
@@ -70,7 +55,7 @@ def speculate(
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str, Any], record_property):
     model = small_model(tie_word_embeddings=False)  # greedy replies run into cycles of several tokens
-    backend = opened(model)
+    backend = opened(model, 1024)
     prompt, count = random_tokens(70, model.config.vocab_size), 400
     backend.step(prompt[:-1])
     ids, steps = speculate(backend, prompt, count, width, **sampling)
@@ -97,7 +82,7 @@ def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str,
 
 def test_the_cache_after_a_speculative_reply_is_exact(opened):
     model = small_model(tie_word_embeddings=False)
-    backend = opened(model)
+    backend = opened(model, 1024)
     prompt = random_tokens(40, model.config.vocab_size)
     backend.step(prompt[:-1])
     ids, _ = speculate(backend, prompt, 200, 8, temperature=0.1)
