@@ -21,6 +21,7 @@ import numpy as np
 from engine.backends.base import Backend, SpeculativeLoop, TokenBatch, TokenStream, WholeLoop
 from engine.drafting.base import Draft, Drafter
 from engine.drafting.draft_length import DraftLength
+from engine.drafting.loop_head import LoopHead
 from engine.drafting.loop_pace import LoopPace, compared, width_for
 from engine.drafting.verify import verify
 from engine.errors import BackendError, CheckpointError, ContextOverflow, DrafterError, FlintError
@@ -30,6 +31,7 @@ from engine.reply import Reply
 from engine.sampling import Sampling, sample
 from engine.text.tokenizer import Tokenizer
 
+MEASURED_STEPS = 9  # single ones, before the first loop with a learned head
 EVENT_SECONDS = 0.01  # faster decode steps share an event: at most about 100 a second
 
 
@@ -206,6 +208,8 @@ class _Generation:
 
     def _decode(self) -> Iterator[Event]:
         """Verify drafts where they pay, single passes where they do not."""
+        if isinstance(self.drafter, LoopHead):
+            yield from self._decode_with_head(self.drafter)
         if self.drafter is not None:
             self.decoder.follow(self.drafter).begin_reply()
             backend, goes_on = self.backend, self._goes_on()
@@ -226,6 +230,22 @@ class _Generation:
             else:
                 yield from self._single_step()
 
+    def _decode_with_head(self, head: LoopHead) -> Iterator[Event]:
+        """The reply in the loop that holds the head, as far as that pays; lookup takes its place for the rest."""
+        backend, policy, fixed = self.backend, self.decoder.follow(head), self.options.draft_tokens
+        policy.begin_reply()
+        if not isinstance(backend, SpeculativeLoop) or not backend.can_speculate(self.sampling):
+            self.notes.append(Note("The learned head does not draft with a repeat penalty: prompt lookup does"))
+            return self._replace_drafter()
+        if self._goes_on() and fixed is None and not policy.knows_single:
+            yield from self._stream(backend, MEASURED_STEPS)  # what the loop is compared with
+        width = head.width(fixed)
+        if self._goes_on() and (fixed is not None or policy.opens_loop(width)):
+            yield from self._stream_speculative(backend, head, width)
+        if self.reply.reason is None:
+            self._note_pause(policy)
+            self._replace_drafter()
+
     def _single_step(self) -> Iterator[Event]:
         token, cached = self.history[-1], self.decoder.cached
         start = time.perf_counter()
@@ -245,9 +265,9 @@ class _Generation:
         self.reply.add((chosen,), step)
         yield from self._tell_when_due()
 
-    def _stream(self, backend: WholeLoop) -> Iterator[Event]:
-        """Single passes in the backend's own loop, until the reply ends or a draft is worth verifying. Its clock times
-        the steps: what happens here costs it nothing.
+    def _stream(self, backend: WholeLoop, most: int | None = None) -> Iterator[Event]:
+        """Single passes in the backend's own loop, until the reply ends, `most` have been made, or a draft is worth
+        verifying. Its clock times the steps: what happens here costs it nothing.
 
         The loop is ahead by a token, which tells for nothing whether a draft begins well; only then is it left, as
         starting it anew has a price."""
@@ -256,7 +276,7 @@ class _Generation:
         stream = backend.stream(
             conversation[-1],
             sampling=self.sampling,
-            max_tokens=self.reply.tokens_left,
+            max_tokens=min(self.reply.tokens_left, most or self.reply.tokens_left),
             stop_ids=self.reply.stop_ids,
             history=tuple(conversation),
         )
@@ -370,7 +390,9 @@ class _Generation:
         """Drafting and verifying in the backend's own loop, until the reply ends, or single pass or a wider step is the
         better way. Its clock times the steps, drafting included."""
         fixed = self.options.draft_tokens
-        pace = LoopPace(self.decoder.follow(drafter), width, backend.loop_widths)
+        head = drafter if isinstance(drafter, LoopHead) else None
+        pace = LoopPace(self.decoder.follow(drafter), width, (width,) if head else backend.loop_widths)
+        learned = {"learned": True, "least_match": head.least_match} if head else {}
         fed, clock = len(self.decoder.cached), 0.0
         stream = backend.stream_speculative(
             self.history[-1],
@@ -380,6 +402,7 @@ class _Generation:
             history=tuple(self.history),
             width=width,
             most_drafts=fixed,
+            **learned,
         )
 
         def take(batch: TokenBatch) -> None:
@@ -390,11 +413,14 @@ class _Generation:
                 self.history.extend(ids)
                 if self.reply.reason is None:
                     tested = compared(step)
+                    moved = self.backend.ledger(width, fed).total
+                    if head:
+                        moved += backend.head_bytes(step.drafted if step.drafted and not step.evidence else 1)
                     reading = Reading(
                         steps=1,
                         verify_steps=int(step.drafted > 0),
                         seconds=end - clock,
-                        bytes=self.backend.ledger(width, fed).total,
+                        bytes=moved,
                         drafted=step.drafted,
                         accepted=step.accepted,
                         position_drafted=(1,) * tested,
@@ -418,6 +444,8 @@ class _Generation:
                 yield from self._tell_when_due()
         finally:
             self._leave(stream, batches, take)
+        if head:
+            return
         if better > width and self._goes_on():
             yield from self._stream_speculative(backend, drafter, better)
         elif better == 1 and self._goes_on() and isinstance(self.backend, WholeLoop):

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from engine.backends.base import Backend
+from engine.backends.base import Backend, SpeculativeLoop
 from engine.decoder import DecodeOptions, Decoder
 from engine.drafting.base import Drafter
+from engine.drafting.loop_head import LoopHead
 from engine.drafting.ngram import NgramDrafter
 from engine.errors import BackendError, DeviceOutOfMemory, DrafterError, ModelNotFound, UsageError
 from engine.events import Event, Note
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cuda", "cpu", "torch")
 DRAFTERS = ("auto", "eagle", "ngram")
 DRAFTER_FILE = "drafter.safetensors"
-# The head drafts in torch on the CPU: four drafts for smollm2 take longer than several steps of the other backends.
+# The head drafts in torch on the CPU, where four drafts for smollm2 take longer than several steps of the cpu backend;
+# or in a backend's own loop, where it pays.
 HEAD_PAYS_ON = ("torch",)
 RUNS_WELL_TOK_S = 5.0  # at the memory's full bandwidth; slower than people read is not "well"
 MAX_THREADS = 1024  # more than any machine has; a system gives up somewhere beyond, and says that memory is out
@@ -76,6 +78,8 @@ class Engine:
     decoder: Decoder
     _drafters: dict[str, Drafter] = field(default_factory=dict)
     _told: bool = False  # that "auto" leaves the learned head out
+    _held: bool = False  # the learned head, by the backend's loop
+    _refuses_head: str = ""  # why the backend's loop does
 
     @property
     def name(self) -> str:
@@ -115,7 +119,7 @@ class Engine:
                     and drafter_path(self.model)
                 ):
                     self._told = True
-                    why = f"the learned head does not pay on the {self.backend.name} backend"
+                    why = self._refuses_head or f"the learned head does not pay on the {self.backend.name} backend"
                     yield Note(f"Drafting by prompt lookup alone: {why} (--drafter eagle takes it)")
             except DrafterError as failure:
                 yield Note(f"Speculation is off: {failure}")
@@ -138,18 +142,40 @@ class Engine:
         if name not in DRAFTERS:
             raise UsageError(f"No drafter named {name!r}", f"Use one of {', '.join(DRAFTERS)}.")
         ngram = self._drafters.setdefault("ngram", NgramDrafter())
+        if name == "ngram":
+            return ngram, None
         head = drafter_path(self.model)
-        if name == "ngram" or (name == "auto" and (head is None or self._leaves_head_out())):
+        if name not in self._drafters and head is not None and (held := self._hold_head(name, head)):
+            self._drafters[name] = held
+        if name in self._drafters:
+            return self._drafters[name], ngram
+        if name == "auto" and (head is None or self._leaves_head_out()):
             return ngram, None
         if head is None:
             raise DrafterError(f"{self.name} has no learned drafter", "`flint draft train` makes one.")
-        if name not in self._drafters:
-            from engine.drafting.concert import Concert
-            from engine.drafting.eagle import EagleDrafter
+        from engine.drafting.concert import Concert
+        from engine.drafting.eagle import EagleDrafter
 
-            learned = EagleDrafter.open(head, self.model)
-            self._drafters[name] = Concert(NgramDrafter(), learned) if name == "auto" else learned
+        learned = EagleDrafter.open(head, self.model)
+        self._drafters[name] = Concert(NgramDrafter(), learned) if name == "auto" else learned
         return self._drafters[name], ngram
+
+    def _hold_head(self, name: str, path: Path) -> Drafter | None:
+        """The head inside the backend's loop, where that can be."""
+        hold = getattr(self.backend, "hold_head", None)
+        if hold is None or self._refuses_head:
+            return None
+        if not self._held:
+            from engine.drafting.checkpoint import draft_head
+
+            try:
+                hold(draft_head(path, self.model))
+            except BackendError as failure:
+                self._refuses_head = str(failure)
+                return None
+            self._held = True
+        assert isinstance(self.backend, SpeculativeLoop)
+        return LoopHead(name, self.backend.head_widths, lookup=name == "auto")
 
     def _leaves_head_out(self) -> bool:
         """Whether "auto" does without a learned head that is there."""
@@ -297,7 +323,8 @@ def _gpu() -> Gpu | None:
 def _open_cuda(model: PackedModel, context: int | None, notify: Notify) -> Backend:
     from engine.backends.cuda import CudaBackend
 
-    return CudaBackend.from_packed(model, context_size=context, progress=notify)
+    room_for_head = drafter_path(model) is not None
+    return CudaBackend.from_packed(model, context_size=context, progress=notify, room_for_head=room_for_head)
 
 
 def _open_cpu(model: PackedModel, threads: int | None, context: int | None, notify: Notify) -> Backend:

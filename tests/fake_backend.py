@@ -160,6 +160,7 @@ class FakeSpeculativeBackend(FakeLoopBackend):
     """Implements SpeculativeLoop, too: its steps draft what followed the last token's latest occurrence."""
 
     loop_widths: tuple[int, ...] = (2, 4, 8)
+    head_widths: tuple[int, ...] = ()
     row_cost = 0.05  # of a single step, for each further row of the loop's width
 
     def __init__(self, *arguments, **options) -> None:
@@ -168,6 +169,9 @@ class FakeSpeculativeBackend(FakeLoopBackend):
 
     def can_speculate(self, sampling: Sampling) -> bool:
         return sampling.repeat_penalty == 1.0
+
+    def head_bytes(self, passes: int) -> int:
+        return 1000 * passes
 
     def stream_speculative(
         self,
@@ -179,8 +183,10 @@ class FakeSpeculativeBackend(FakeLoopBackend):
         history: Sequence[int],
         width: int,
         most_drafts: int | None = None,
+        least_match: int = 1,
+        learned: bool = False,
     ) -> FakeSpeculativeStream:
-        assert width in self.loop_widths
+        assert width in (self.head_widths if learned else self.loop_widths)
         assert self.can_speculate(sampling)
         self.loops.append(width)
         return FakeSpeculativeStream(self, token, sampling, max_tokens, stop_ids, list(history), width, most_drafts)

@@ -157,12 +157,19 @@ class WholeLoop(Protocol):
 
 @runtime_checkable
 class SpeculativeLoop(WholeLoop, Protocol):
-    """A whole-loop backend that also drafts, by prompt lookup in the history, and verifies inside its loop.
+    """A whole-loop backend that also drafts, by prompt lookup in the history, and verifies inside its loop. It may hold
+    a learned head, too, that drafts where the lookup finds too little.
 
-    loop_widths: tokens that a step may be made for, above 1, ascending; () where none fits the device.
+    loop_widths: tokens that a step may be made for, above 1, ascending; () where none fits the device. head_widths:
+    those of them at which the held head can draft; () where none is held.
     """
 
     loop_widths: tuple[int, ...]
+    head_widths: tuple[int, ...]
+
+    def head_bytes(self, passes: int) -> int:
+        """Bytes of its weights that the held head reads after a step, to draft `passes` tokens."""
+        ...
 
     def can_speculate(self, sampling: Sampling) -> bool:
         """Whether `stream_speculative` can choose tokens this way."""
@@ -178,10 +185,13 @@ class SpeculativeLoop(WholeLoop, Protocol):
         history: Sequence[int],
         width: int,
         most_drafts: int | None = None,
+        least_match: int = 1,
+        learned: bool = False,
     ) -> TokenStream:
         """`WholeLoop.stream`, the same tokens, in steps that verify up to most_drafts (None: width - 1) drafts each.
 
         width: one of `loop_widths`; a step costs what that many tokens cost, drafted or not. `history` is what drafts
-        are looked up in.
+        are looked up in, where at least least_match tokens of its end occur again. learned: the held head drafts where
+        they do not (width: one of `head_widths`); its steps have evidence 0.
         """
         ...

@@ -2,9 +2,12 @@
 
 A prompt's chunk runs through kernels.cuda.prefill, which writes the same KV cache. A reply is one launch: the kernel
 samples, embeds its own samples and puts ids into pinned memory, where the stream below picks them up. With drafts by
-prompt lookup it is one launch, too, unless there is a repeat penalty, which is another one after each draft: those
-replies are verified step by step from the host. A stream that
-brings nothing for WATCHDOG_SECONDS is given up: the reply ends with an error and the app lives.
+prompt lookup, or by a learned head that the kernel holds, it is one launch, too, unless there is a repeat penalty,
+which is another one after each draft: those replies are verified step by step from the host. A stream that brings
+nothing for WATCHDOG_SECONDS is given up: the reply ends with an error and the app lives.
+
+A held head has a layer of the KV cache. Steps fill it from the features of their tokens, which stay on the device;
+single-pass streams leave it behind, and the next loop that needs it feeds what is missing again.
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ from kernels.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, Gpu, GpuUnavai
 from kernels.cuda.plan import KernelDims
 
 if TYPE_CHECKING:
+    import torch
+
+    from kernels.cuda.drafting import DraftCache, DraftHead
     from kernels.cuda.megakernel import DeviceSampling, Megakernel
     from kernels.cuda.prefill import Prefill
     from kernels.cuda.token_ring import TokenRing
@@ -69,12 +75,15 @@ class CudaBackend:
         of one pass that this model and GPU allow."""
         self.verify_width = columns
         self.loop_widths = tuple(width for width in (2, 4, 8) if width <= columns)
+        self.head_widths: tuple[int, ...] = ()  # of the loops in which a held head drafts
         self.config, self.context_size, self.gpu = config, context_size, gpu
         self.description = f"cuda {gpu.name}"
         self._megakernel: Megakernel | None = megakernel
         self._prefill: Prefill | None = prefill
         self._position = 0
         self._stream: _CudaStream | None = None
+        self._drafts: DraftCache | None = None  # of a held head
+        self._read: tuple[int, ...] = ()  # the layers whose features it needs
         self._lost = ""  # why the device is of no use any more
 
     @classmethod
@@ -84,11 +93,13 @@ class CudaBackend:
         *,
         context_size: int | None = None,
         progress: Callable[[str], None] | None = None,
+        room_for_head: bool = False,
     ) -> CudaBackend:
         """Open a packed model on the GPU.
 
         context_size: positions of the KV cache; None takes the model's own, up to DEFAULT_CONTEXT and to what fits.
         progress: called with a line where something takes seconds (the first use compiles the kernels).
+        room_for_head: whether the cache has a layer more, for `hold_head`.
 
         Raises BackendError (no GPU, an old driver, a torch without CUDA, a shape the kernels do not know),
         DeviceOutOfMemory.
@@ -106,7 +117,7 @@ class CudaBackend:
         config, driver = model.config, Driver()
         context_size = _fitting_context(model, context_size, driver.memory()[0])
         try:
-            megakernel, prefill, columns = _open(model, gpu, driver, context_size, progress)
+            megakernel, prefill, columns = _open(model, gpu, driver, context_size, progress, room_for_head)
         except torch.OutOfMemoryError:
             raise _out_of_memory(model, context_size, driver.memory()[0]) from None
         except CudaError as error:
@@ -178,10 +189,14 @@ class CudaBackend:
         history: Sequence[int],
         width: int,
         most_drafts: int | None = None,
+        least_match: int = 1,
+        learned: bool = False,
     ) -> _CudaStream:
-        if width not in self.loop_widths or not self.can_speculate(sampling):
+        if width not in (self.head_widths if learned else self.loop_widths) or not self.can_speculate(sampling):
             raise ValueError(f"no speculative loop of {width} tokens with {sampling}")
         megakernel, room = self._begin_stream(token, history)
+        if learned:
+            self._catch_up(history)
         with self._failures():
             ring = megakernel.stream_speculative(
                 self._position,
@@ -191,9 +206,48 @@ class CudaBackend:
                 list(history),
                 columns=width,
                 most_drafts=width - 1 if most_drafts is None else most_drafts,
+                least_match=least_match,
+                learned=learned,
             )
-        self._stream = _CudaStream(self, ring)
+        self._stream = _CudaStream(self, ring, self._drafts if learned else None)
         return self._stream
+
+    # --- a learned head -------------------------------------------------------------------------------------------
+
+    def hold_head(self, head: DraftHead) -> None:
+        """Let the loops of `head_widths` draft with `head`. Compiles their kernels, which takes seconds at first use.
+
+        Raises BackendError where the kernel does not run this head, or has no room for it."""
+        megakernel = self._check_open()
+        self._settle_stream()
+        with self._failures():
+            try:
+                self._drafts = megakernel.hold_drafter(head)
+                self._read = head.dims.feature_layers
+                self.head_widths = megakernel.draft_widths
+                for width in self.head_widths:
+                    megakernel.compile(width)
+            except ValueError as error:
+                self._drafts, self._read, self.head_widths = None, (), ()
+                raise BackendError(f"The GPU's loop does not run this drafter: {error}") from None
+
+    def head_bytes(self, passes: int) -> int:
+        """Bytes of its weights that the held head reads after a step, to draft `passes` tokens."""
+        return self._check_open().draft_bytes(passes)
+
+    def _catch_up(self, history: Sequence[int]) -> None:
+        """Bring the head's cache to the position, from which the last token of `history` will be fed."""
+        drafts, position = self._drafts, self._position
+        assert drafts is not None
+        self._position = drafts.position
+        while self._position < position:
+            end = min(position, self._position + self.prefill_chunk())
+            self.step(history[self._position : end], logits="last")
+        drafts.complete(history[position])
+
+    def _follow(self, tokens: Sequence[int], start: int, features: dict[int, torch.Tensor]) -> None:
+        if self._drafts is not None:
+            self._drafts.extend(tokens, start, features)
 
     def _begin_stream(self, token: int, history: Sequence[int]) -> tuple[Megakernel, int]:
         """The kernel, and the positions left; raises where `token` cannot be fed."""
@@ -218,13 +272,15 @@ class CudaBackend:
         if not 0 <= position <= self.position:
             raise ValueError(f"cannot truncate to {position}: the cache holds {self.position} tokens")
         self._position = position
+        if self._drafts is not None:
+            self._drafts.truncate(position)
 
     def ledger(self, tokens: int, position: int) -> ByteLedger:
         weights = self._check_open().weight_bytes
         return step_ledger(self.config, weights, tokens, position, kv_element_bytes=2)
 
     def close(self) -> None:
-        megakernel, self._megakernel, self._prefill = self._megakernel, None, None
+        megakernel, self._megakernel, self._prefill, self._drafts = self._megakernel, None, None, None
         if megakernel is None:
             return
         if self._stream is not None and not self._lost:
@@ -245,29 +301,30 @@ class CudaBackend:
 
         megakernel, width = self._check_open(), self.verify_width
         rows: list[torch.Tensor] = []
-        taken: dict[int, list[torch.Tensor]] = {layer: [] for layer in features}
+        wanted = sorted({*features, *self._read})
+        taken: dict[int, list[torch.Tensor]] = {layer: [] for layer in wanted}
         for first in range(0, len(tokens), width):
             part = tokens[first : first + width]
-            out, found = megakernel.step(
-                part, self._position + first, all_logits=logits == "all", features=sorted(features)
-            )
+            out, found = megakernel.step(part, self._position + first, all_logits=logits == "all", features=wanted)
             rows.append(out)
             for layer, tensor in found.items():
                 taken[layer].append(tensor)
         kept = rows if logits == "all" else rows[-1:]
-        return StepOutput(
-            torch.cat(kept).cpu().numpy(), {layer: torch.cat(parts).cpu().numpy() for layer, parts in taken.items()}
-        )
+        joined = {layer: torch.cat(parts) for layer, parts in taken.items()}
+        self._follow(tokens, self._position, joined)
+        return StepOutput(torch.cat(kept).cpu().numpy(), {layer: joined[layer].cpu().numpy() for layer in features})
 
     def _run_prefill(
         self, tokens: Sequence[int], logits: Literal["all", "last"], features: Sequence[int]
     ) -> StepOutput:
         megakernel = self._check_open()
         assert self._prefill is not None
-        output = self._prefill.run(tokens, self._position, megakernel.kv_cache, logits=logits, features=features)
+        wanted = sorted({*features, *self._read})
+        output = self._prefill.run(tokens, self._position, megakernel.kv_cache, logits=logits, features=wanted)
         assert output.logits is not None
+        self._follow(tokens, self._position, output.features)
         return StepOutput(
-            output.logits.cpu().numpy(), {layer: tensor.cpu().numpy() for layer, tensor in output.features.items()}
+            output.logits.cpu().numpy(), {layer: output.features[layer].cpu().numpy() for layer in features}
         )
 
     # --- state and failure ----------------------------------------------------------------------------------------
@@ -313,8 +370,9 @@ class CudaBackend:
 class _CudaStream:
     """A reply under way: looks into the ring until the kernel ends, fails, or stops answering."""
 
-    def __init__(self, backend: CudaBackend, ring: TokenRing) -> None:
-        self._backend, self._ring = backend, ring
+    def __init__(self, backend: CudaBackend, ring: TokenRing, drafts: DraftCache | None = None) -> None:
+        """drafts: the cache of the head that drafts in this loop."""
+        self._backend, self._ring, self._drafts = backend, ring, drafts
         self._start = backend._position
         self._tokens = 0
         self._ended = False
@@ -329,6 +387,8 @@ class _CudaStream:
                 yield batch
             elif over:
                 self._ended = True
+                if self._drafts is not None:
+                    self._drafts.took(self._backend._position)
             elif time.monotonic() - heard > WATCHDOG_SECONDS:
                 yield self._give_up()
             else:
@@ -410,7 +470,12 @@ def kernel_dims(config: ModelConfig) -> KernelDims:
 
 
 def _open(
-    model: PackedModel, gpu: Gpu, driver: Driver, context_size: int, progress: Callable[[str], None] | None
+    model: PackedModel,
+    gpu: Gpu,
+    driver: Driver,
+    context_size: int,
+    progress: Callable[[str], None] | None,
+    room_for_head: bool,
 ) -> tuple[Megakernel, Prefill, int]:
     import numpy as np
     import torch
@@ -433,6 +498,7 @@ def _open(
             frequencies,
             context_size,
             columns=COLUMNS,
+            room_for_drafter=room_for_head,
             cubin_cache=cache,
             progress=progress,
         )
@@ -472,8 +538,9 @@ def _fixed_bytes(model: PackedModel) -> int:
 
 
 def _position_bytes(config: ModelConfig) -> int:
-    """Device memory of one position: bf16 keys and values of every layer, and prefill's plain copy of one layer."""
-    return 2 * 2 * config.kv_size * (config.num_layers + 1)
+    """Device memory of one position: bf16 keys and values of every layer and a drafter's, and prefill's plain copy of
+    one layer."""
+    return 2 * 2 * config.kv_size * (config.num_layers + 2)
 
 
 def _fitting_context(model: PackedModel, wanted: int | None, free: int) -> int:

@@ -29,6 +29,8 @@ from engine.errors import DrafterError, UsageError
 from engine.packed.matrix import Matrix
 from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize, quantize_int4, quantize_int8
+from kernels.cuda.drafting import DraftHead
+from kernels.cuda.plan import DraftDims
 
 FORMAT = "flint-eagle-1"
 GROUP = 32
@@ -98,6 +100,48 @@ def load_drafter(path: Path, model: PackedModel) -> EagleHead:
     if not (int(head.d2t.min()) >= 0 and int(head.d2t.max()) < model.config.vocab_size):
         raise DrafterError(f"{weights_path.name}: d2t points outside the vocabulary", HINT)
     return head.eval().requires_grad_(False)
+
+
+def stored_matrices(path: Path, head: EagleHead) -> dict[str, Matrix]:
+    """The matrices of the head that was loaded from `path`, by name ("fc", "q", ...): of flint's own file as they are
+    stored; of another one in int8."""
+    found: dict[str, Matrix] = {}
+    tensors: dict[str, np.ndarray] = {}
+    if path.is_file():
+        with safe_open(path, framework="np") as file:
+            if (file.metadata() or {}).get("format") == FORMAT:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, parameter in head.named_parameters():
+        if parameter.ndim == 2:
+            name = name.removesuffix(".weight")
+            if name + ".q" in tensors:
+                parts = (tensors[name + ".q"], tensors[name + ".scale"], tensors.get(name + ".minimum"))
+                found[name] = _matrix(name, *parts)
+            else:
+                found[name] = quantize_int8(parameter.detach().float().cpu().numpy(), GROUP)
+    return found
+
+
+def draft_head(path: Path, model: PackedModel) -> DraftHead:
+    """The head at `path`, as the GPU's kernel takes it. Raises DrafterError."""
+    head = load_drafter(path, model)
+    config = head.config
+    vectors = {
+        name.removesuffix(".weight"): parameter.numpy()
+        for name, parameter in head.named_parameters()
+        if parameter.ndim == 1
+    }
+    dims = DraftDims(
+        config.intermediate_size,
+        config.draft_vocab_size,
+        config.feature_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.rms_norm_eps,
+    )
+    frequencies = head.get_buffer("_inverse").numpy()
+    return DraftHead(dims, stored_matrices(path, head), vectors, frequencies, head.d2t.numpy().astype(np.int32))
 
 
 def _own_head(name: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -> EagleHead:

@@ -9,13 +9,15 @@ import numpy as np
 from engine.drafting.base import Draft, Drafter
 from engine.sampling import Sampling
 
+LONG_MATCH = 4  # tokens in common from which on prompt lookup is to be trusted more than the head
+
 
 class Concert:
     """Implements Drafter. `lookup` speaks when its match is at least `long_match` tokens, `learned` otherwise."""
 
     name = "auto"
 
-    def __init__(self, lookup: Drafter, learned: Drafter, long_match: int = 4) -> None:
+    def __init__(self, lookup: Drafter, learned: Drafter, long_match: int = LONG_MATCH) -> None:
         self.lookup, self.learned, self.long_match = lookup, learned, long_match
         self.feature_layers = learned.feature_layers
         self.max_draft = max(lookup.max_draft, learned.max_draft)

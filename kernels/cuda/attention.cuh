@@ -11,11 +11,14 @@
 
 static_assert(KV_BLOCK == 16, "one tile of the second product");
 
-__device__ __forceinline__ KeyShare key_share(int sm, int position) {
+__device__ __forceinline__ int key_blocks(int position) { return (position + KV_BLOCK - 1) / KV_BLOCK + 1; }  // and the tail
+
+// step: the position that the number of splits follows. It only grows: a split's part of a hop is either written in every
+// layer, or was never.
+__device__ __forceinline__ KeyShare key_share(int sm, int position, int step) {
     KeyShare share;
-    const int all = (position + KV_BLOCK - 1) / KV_BLOCK + 1;  // and the tail
-    // Their number only grows with the position: a split's part of a hop is either written in every layer, or was never.
-    share.splits = min(MAX_SPLITS, (all + BLOCKS_PER_SPLIT - 1) / BLOCKS_PER_SPLIT);
+    const int all = key_blocks(position);
+    share.splits = min(MAX_SPLITS, (key_blocks(step) + BLOCKS_PER_SPLIT - 1) / BLOCKS_PER_SPLIT);
     share.head = sm % KV_HEADS;
     share.split = sm / KV_HEADS;
     share.active = share.split < share.splits;
@@ -24,6 +27,8 @@ __device__ __forceinline__ KeyShare key_share(int sm, int position) {
     share.blocks = (share.tail ? all - 1 : all * (share.split + 1) / share.splits) - share.first;
     return share;
 }
+
+__device__ __forceinline__ KeyShare key_share(int sm, int position) { return key_share(sm, position, position); }
 
 // The arena's other use.
 struct AttentionArena {
@@ -37,11 +42,11 @@ static_assert(sizeof(AttentionArena) <= ARENA_BYTES, "attention fits the arena")
 
 // Rotary angles of the new positions (half-split convention, Su et al. 2021), in the float32 product that all
 // implementations share; its reduction modulo 2 pi is done in double, where single precision would lose long contexts.
-__device__ __forceinline__ void rotary_table(const Context& c, int position) {
+__device__ __forceinline__ void rotary_table(const Context& c, int position, const float* frequencies) {
     constexpr int HALF = HEAD_DIM / 2;
     for (int i = threadIdx.x; i < COLUMNS * HALF; i += CONSUMERS) {
         const int column = i / HALF, pair = i % HALF;
-        const float angle = __fmul_rn(float(position + column), __ldg(c.p.inverse_frequencies + pair));
+        const float angle = __fmul_rn(float(position + column), __ldg(frequencies + pair));
         const double turns = rint(double(angle) * 0.15915494309189535);
         const float within = float(fma(turns, -6.283185307179586, double(angle)));
         c.s.rope[column][pair] = __cosf(within);
@@ -62,7 +67,7 @@ __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& 
         const int source = kind == 0 ? (share.head * GROUP_HEADS + row % GROUP_HEADS) * HEAD_DIM
                                      : (HEADS + (kind - 1) * KV_HEADS + share.head) * HEAD_DIM;
         const u32* const words = c.p.scratch + HOP_QKV + column * QKV_ROWS_TOTAL + source;
-        const float* const norm = QK_NORM && kind < 2 ? c.p.head_norms + (layer * 2 + kind) * HEAD_DIM : nullptr;
+        const float* const norm = QK_NORM && kind < 2 && layer < LAYERS ? c.p.head_norms + (layer * 2 + kind) * HEAD_DIM : nullptr;
         u32 w[PAIRS][2];
         Watchdog watchdog;
         while (true) {

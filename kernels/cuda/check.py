@@ -223,7 +223,9 @@ def _compile(job: tuple[dict[str, str], str]) -> None:
     )
 
 
-def plan_of(dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: int, tuning: Any = None) -> Any:
+def plan_of(
+    dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: int, tuning: Any = None, drafting: Any = None
+) -> Any:
     """The plan of a case without its weights."""
     from kernels.cuda.plan import make_plan, phases_of, split_tiles
 
@@ -243,7 +245,7 @@ def plan_of(dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: 
     matrices["embed"] = matrices["head"] = Stored(*(case.head or (case.kind, case.group)), dims.vocab, dims.hidden)
     phases = phases_of(dims, matrices)
     split = split_tiles(phases, dims.layers, sms)
-    return make_plan(dims, phases, split, sms, shared_limit, columns, matrices["embed"], tuning)
+    return make_plan(dims, phases, split, sms, shared_limit, columns, matrices["embed"], tuning, drafting)
 
 
 class Stored:

@@ -50,12 +50,27 @@ struct Parameters {  // mirrored by megakernel.py
     float temperature, top_p, min_p, repeat_penalty;
     int least_match, most_drafts;  // of speculation: tokens that an occurrence must have in common, drafts a step
     int forced_sixteenths;         // with FORCED_ACCEPTANCE: drafts taken as right in 16 steps
+    int learned;                   // with DRAFTER: its head drafts where the history holds no occurrence
+    const u8* draft_weights;       // as weights and tiles
+    const SmTiles* draft_tiles;
+    const float* draft_norms;      // [embedding, hidden, mlp, final][HIDDEN]
+    const float* draft_frequencies;
+    const int* draft_ids;          // [D_VOCAB]: the target's id of each draft id
 };
 
 constexpr int PADDED_TOKENS = TOKEN_TILES * 4;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
-constexpr int MOST_GROUPS =
-    larger(larger(Qkv::GROUPS, Out::GROUPS), larger(larger(GateUp::GROUPS, Down::GROUPS), Head::GROUPS)) + 3 & ~3;
+template <class... P>
+__device__ constexpr int most_groups() {
+    int most = 0;
+    ((most = larger(most, P::GROUPS)), ...);
+    return most + 3 & ~3;
+}
+#ifdef DRAFTER
+constexpr int MOST_GROUPS = most_groups<Qkv, Out, GateUp, Down, Head, DFc, DQkv, DOut, DGateUp, DDown, DHead>();
+#else
+constexpr int MOST_GROUPS = most_groups<Qkv, Out, GateUp, Down, Head>();
+#endif
 
 // What the products need to know of one scale group's channels of x.
 struct GroupOfX {
@@ -88,6 +103,21 @@ struct Step {
     int produced, count;  // tokens and steps so far
 };
 
+#ifdef DRAFTER
+enum DraftNorm { NORM_EMBEDDING, NORM_HIDDEN, NORM_MLP, NORM_FINAL };  // in the order of draft_norms
+
+struct DraftState {
+    SmTiles tiles;
+    Cursor cursor;  // the consumers' place in the ring, while the drafter begins and when it ends
+    u32 layers;     // likewise, run since the launch
+    int kept, passes;  // tokens of the step just verified; how often the drafter runs after it
+    int tokens[COLUMNS];  // drafts so far
+    int target_ids[DHead::MOST_TILES * TILE_ROWS];  // of the owned rows of its head
+    float embedding_factor[COLUMNS];
+    float norm_weight[NORM_FINAL + 1][RESIDUAL_TILES * TILE_ROWS];  // of the owned rows
+};
+#endif
+
 struct Shared {
     RingBarriers ring;
     SmTiles tiles;
@@ -111,6 +141,9 @@ struct Shared {
     u32 stop_asked;
     Step step;
     u32 suffix[COLUMNS > 1 ? MOST_MATCH : 1];  // the last tokens of the history, the newest first
+#ifdef DRAFTER
+    DraftState draft;
+#endif
     u32 seen[SEEN_ROWS];  // how often the penalty's window holds each id of this SM's rows of the head
 };
 

@@ -295,20 +295,21 @@ __device__ __forceinline__ void embedding(const Parameters& p, int token, int k,
     for (int e = 0; e < N; e++) v[e] *= EMBEDDING_MULTIPLIER;
 }
 
-// Layer 0's input: every SM embeds the tokens itself. The squares of each item come to c.s.squares.
-template <class P>
-__device__ __forceinline__ void stage_embedding(const Context& c, int only_token) {
+// Layer 0's input: every SM embeds the tokens itself, token_at(column). norm: its weights. The squares of each item come to
+// c.s.squares.
+template <class P, class TokenAt>
+__device__ __forceinline__ void stage_embedding(const Context& c, const float* norm, TokenAt token_at) {
     using I = Items<P>;
 #pragma unroll 1
     for (int item = c.warp; item < I::ALL; item += WARPS) {
         const int column = item / I::PER_COLUMN, within = item % I::PER_COLUMN, k = within * ITEM + c.lane * PACKET;
         const bool inside = k < P::K;
         float v[PACKET] = {}, squares = 0.0f;
-        if (inside) embedding(c.p, token_of(c.s, column, only_token), k, v);
+        if (inside) embedding(c.p, token_at(column), k, v);
 #pragma unroll
         for (int e = 0; e < PACKET; e++) {
             squares += v[e] * v[e];
-            if (inside) v[e] *= __ldg(c.p.norms + k + e);
+            if (inside) v[e] *= __ldg(norm + k + e);
         }
         put_values<P>(c, v, inside, column, within);
         squares = warp_sum(squares);

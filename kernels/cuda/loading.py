@@ -12,12 +12,15 @@ import numpy as np
 
 from kernels.build import CUDA_DIRECTORY, architecture, compile_cubin
 from kernels.cuda.driver import Driver, Kernel, Module
-from kernels.cuda.plan import PHASES, TILE_ROWS, KernelDims, Phase, Split, StoredMatrix
+from kernels.cuda.plan import L2_AHEAD, PHASES, TILE_ROWS, Drafting, KernelDims, Phase, Split, StoredMatrix
 from kernels.cuda.tiles import TiledWeights
 
 if TYPE_CHECKING:
     import torch
 
+    from kernels.cuda.drafting import DraftHead
+
+DRAFT_NORMS = ("embed_norm", "hidden_norm", "mlp_norm", "final_norm")
 _POINTER = ctypes.c_uint64
 
 
@@ -67,6 +70,7 @@ class DeviceWeights:
     head_norms: torch.Tensor | None
     frequencies: torch.Tensor
     embedding: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+    retile: Kernel  # what cut them, for a drafter that comes later
 
 
 def load_weights(
@@ -92,9 +96,9 @@ def load_weights(
         driver_version=gpu.driver_version,
         progress=progress,
     )
-    data = torch.empty(split.total_bytes, dtype=torch.uint8, device=device)
-    tiled = TiledWeights(data, phases, split, dims.layers)
-    retile = _Retiler(Module(driver, cubin.code).kernel("retile"), tiled, device)
+    kernel = Module(driver, cubin.code).kernel("retile")
+    tiled = _empty_tiles(phases, split, dims.layers, device)
+    retile = _Retiler(kernel, tiled, device)
     for layer in range(dims.layers):
         name, first = f"layers.{layer}.", 0
         for part in ("q", "k", "v"):
@@ -119,7 +123,53 @@ def load_weights(
         table(("q_norm", "k_norm")) if dims.qk_norm else None,
         torch.from_numpy(np.asarray(frequencies, dtype=np.float32)).to(device),
         embedding,
+        kernel,
     )
+
+
+@dataclass(frozen=True)
+class DeviceDrafter:
+    """What the kernel reads of a learned drafter, on the device.
+
+    norms: float32 [embedding, hidden, mlp, final][hidden]. target_ids: int32 [draft vocabulary]."""
+
+    tiled: TiledWeights
+    sm_tiles: torch.Tensor
+    norms: torch.Tensor
+    frequencies: torch.Tensor
+    target_ids: torch.Tensor
+
+
+def load_drafter(head: DraftHead, drafting: Drafting, retile_kernel: Kernel, device: torch.device) -> DeviceDrafter:
+    """A drafter's weights onto the GPU."""
+    import torch
+
+    matrices = head.matrices
+    tiled = _empty_tiles(drafting.phases, drafting.split, 1, device)
+    retile = _Retiler(retile_kernel, tiled, device)
+    first = 0
+    for part in ("q", "k", "v"):
+        retile("qkv", 0, matrices[part], first=first)
+        first += matrices[part].n // TILE_ROWS
+    retile("gate_up", 0, matrices["gate"], matrices["up"])
+    for name in ("fc", "o", "down", "head"):
+        retile(name, 0, matrices[name])
+    norms = [np.asarray(head.vectors[name], dtype=np.float32) for name in DRAFT_NORMS]
+    return DeviceDrafter(
+        tiled,
+        _sm_tiles(drafting.split, device),
+        torch.from_numpy(np.concatenate(norms)).to(device),
+        torch.from_numpy(np.asarray(head.inverse_frequencies, dtype=np.float32)).to(device),
+        torch.from_numpy(np.asarray(head.target_ids, dtype=np.int32)).to(device),
+    )
+
+
+def _empty_tiles(phases: Mapping[str, Phase], split: Split, layers: int, device: torch.device) -> TiledWeights:
+    import torch
+
+    # The kernel prefetches some way beyond a stream's end.
+    room = torch.empty(split.total_bytes + 2 * L2_AHEAD, dtype=torch.uint8, device=device)
+    return TiledWeights(room[: split.total_bytes], phases, split, layers)
 
 
 def sm_tiles_of(split: Split) -> ctypes.Array[SmTiles]:
@@ -144,7 +194,7 @@ class _Retiler:
 
     def __init__(self, kernel: Kernel, tiled: TiledWeights, device: torch.device) -> None:
         self._kernel, self._tiled, self._device = kernel, tiled, device
-        self._places = {name: tiled.places(name) for name in PHASES}
+        self._places = {name: tiled.places(name) for name in tiled.phases}
 
     def __call__(
         self, phase: str, layer: int, matrix: StoredMatrix, high: StoredMatrix | None = None, *, first: int = 0

@@ -11,34 +11,24 @@
 // shared memory, float32, each row in one place.
 //
 // Files: primitives (PTX), shape (numbers), ring (streaming), context (parameters), hop (exchange and staging), gemv
-// (products), attention, sampling, head, speculate. The macros come from plan.py.
-#include "speculate.cuh"
-
-// Streams this SM's tiles of one phase; returns where the next phase's begin.
-template <class P>
-__device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTiles& tiles, const u8* source) {
-    // Chunks and batches begin a new stage, as they do for the readers.
-    constexpr int AT_ONCE = P::TILES_AT_ONCE;
-    for (int chunk = 0; chunk < P::CHUNKS; chunk++)
-        for (int left = tiles.count[P::INDEX]; left > 0; left -= AT_ONCE) {
-            const int units = min(left, AT_ONCE) * P::UNITS;
-            producer.stream<P::UNITS_PER_STAGE, P::UNIT_BYTES, true>(source, units, 1);
-            source += size_t(units) * P::UNIT_BYTES;
-        }
-    return source;
-}
+// (products), attention, sampling, head, speculate, draft_head. The macros come from plan.py.
+#include "draft_head.cuh"
 
 __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slots) {
     const SmTiles& tiles = s.tiles;
     Producer producer(s.ring, slots);
     const u8* const stream = p.weights + tiles.offset;
     producer.weights_end = stream + LAYERS * tiles.layer_bytes + size_t(tiles.count[Head::INDEX]) * Head::TILE_BYTES;
+#ifdef DRAFTER
+    producer.next_stream = p.learned ? p.draft_weights + s.draft.tiles.offset : nullptr;
+#endif
+    const bool learned = DRAFTS && p.learned;
     u32 go_parity = 0;
     int last_position = 0;
     for (int token = 0;; token++) {
         int position = COLUMNS == 1 || token == 0 ? p.position + token : last_position;
         KeyShare share = key_share(blockIdx.x, position);
-        bool may_go_on = token == 0;
+        bool may_go_on = token == 0 || learned;  // the drafter's part of the step has waited
         // May run ahead of the choice of the token as far as the ring holds it all: if this was the last token, nobody
         // will make room.
         constexpr bool QKV_FITS = Qkv::MOST_STAGES <= STAGES, OUT_FITS = Qkv::MOST_STAGES + Out::MOST_STAGES <= STAGES;
@@ -65,12 +55,7 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
                     attends = key_share(blockIdx.x, position + 1).active || key_share(blockIdx.x, position + COLUMNS).active;
             if (attends) {
                 if (!await_token()) return producer.drain();
-                if (COLUMNS == 1 || share.active) {
-                    const u8* const keys = reinterpret_cast<const u8*>(p.kv + layer * p.kv_layer_stride +
-                                                                       share.head * p.kv_head_stride +
-                                                                       size_t(share.first) * (KV_BYTES / 2));
-                    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, KEY_READERS);
-                }
+                if (COLUMNS == 1 || share.active) stream_keys(producer, p, layer, share);
             }
             source = stream_phase<Out>(producer, tiles, source);
             if (!await_token()) return producer.drain();
@@ -84,6 +69,12 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
         stream_phase<Head>(producer, tiles, source);
         if (p.mode == STEP || (COLUMNS == 1 && token + 1 >= p.max_tokens)) break;
         last_position = position;
+#ifdef DRAFTER
+        if (learned) {
+            last_position = produce_drafts(producer, p, s, position, go_parity);
+            if (*reinterpret_cast<volatile int*>(&s.stop)) break;
+        }
+#endif
     }
     // Every stage is consumed before the consumers end, but the last one's wait may still be pending here.
     producer.drain();
@@ -118,7 +109,7 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
         },
         [&](int) {
             if (layer == 0)
-                stage_embedding<Qkv>(c, token);
+                stage_embedding<Qkv>(c, c.p.norms, [&](int column) { return token_of(c.s, column, token); });
             else
                 stage_packets<Qkv, true>(c, mine + HOP_HIDDEN, mine + HOP_HIDDEN_SQUARES, factors[NORM_QKV],
                                          Epoch(layers - 1), 0, WAIT_HIDDEN);
@@ -152,6 +143,7 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
             c.s.residual[row][column] = x;
             if (feature) feature[column * HIDDEN + c.tiles.first[Out::INDEX] * TILE_ROWS + row] = x;
         }
+        return x;
     };
 
     run_phase<Out>(
@@ -186,7 +178,8 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
             stage_packets<Down, false>(c, mine + HOP_GATED, nullptr, nullptr, epoch, piece, WAIT_HIDDEN);
         },
         [&](int tile, int column, float2 sums) {
-            add(tile, column, sums, 1, HOP_HIDDEN, HOP_HIDDEN_SQUARES, feature_of(c.p, layer + 1));
+            const float x = add(tile, column, sums, 1, HOP_HIDDEN, HOP_HIDDEN_SQUARES, feature_of(c.p, layer + 1));
+            publish_feature(c, layer + 1, tile, column, x);
         });
 }
 
@@ -203,7 +196,7 @@ __device__ __noinline__ void begin_pass(const Parameters* p, Shared* s, int posi
         s->residual[row][column] = x[0];
         if (feature) feature[column * HIDDEN + first + row] = x[0];
     }
-    rotary_table(c, position);
+    rotary_table(c, position, p->inverse_frequencies);
     if (threadIdx.x == 0) s->share = key_share(c.sm, position);
     c.sync();
 }
@@ -236,6 +229,14 @@ __device__ __forceinline__ void consume(Context& c) {
             const u64 best = run_head(c, profile, layers);
             if (p.mode == STEP) break;
             const bool last = end_step(&p, &c.s, best);
+#ifdef DRAFTER
+            if (p.learned) {
+                if (threadIdx.x == 0) c.s.draft.cursor = c.cursor, c.s.draft.layers = layers;
+                draft(&p, &c.s, profile);
+                c.cursor = c.s.draft.cursor, layers = c.s.draft.layers;
+                c.warp = threadIdx.x / 32, c.lane = threadIdx.x % 32;
+            }
+#endif
             profile.stamp(25);
             if (last) break;
         }
@@ -252,6 +253,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
     Shared& s = *reinterpret_cast<Shared*>(arena + ARENA_BYTES);
     if (threadIdx.x == 0) {
         s.tiles = p.tiles[blockIdx.x];
+#ifdef DRAFTER
+        if (p.learned) s.draft.tiles = p.draft_tiles[blockIdx.x];
+#endif
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.ring.full[i], COPY_ARRIVALS);
             barrier_init(&s.ring.empty[i], EMPTY_ARRIVALS);

@@ -12,9 +12,10 @@ import numpy as np
 
 from kernels.build import CUDA_DIRECTORY, KernelReport, architecture, compile_cubin
 from kernels.cuda import plan as planning
+from kernels.cuda.drafting import DraftCache, DraftHead, dequantised_rows
 from kernels.cuda.driver import CudaError, Driver, Kernel, MappedMemory, Module
 from kernels.cuda.kv_layout import cache_shape
-from kernels.cuda.loading import load_weights
+from kernels.cuda.loading import DeviceDrafter, load_drafter, load_weights
 from kernels.cuda.plan import KernelDims, Plan, StoredMatrix, Unsupported
 from kernels.cuda.tiles import TiledWeights
 from kernels.cuda.token_ring import TOKEN_ENTRY, KernelStopped, TokenRing
@@ -88,7 +89,9 @@ class _Parameters(ctypes.Structure):
         *[(name, ctypes.c_int32) for name in ("columns", "position", "max_tokens", "mode")],
         *[(name, ctypes.c_int32) for name in ("stop_count", "window_count", "window", "draw_index", "top_k")],
         *[(name, ctypes.c_float) for name in ("temperature", "top_p", "min_p", "repeat_penalty")],
-        *[(name, ctypes.c_int32) for name in ("least_match", "most_drafts", "forced_sixteenths")],
+        *[(name, ctypes.c_int32) for name in ("least_match", "most_drafts", "forced_sixteenths", "learned")],
+        *[(name, _POINTER) for name in ("draft_weights", "draft_tiles", "draft_norms")],
+        *[(name, _POINTER) for name in ("draft_frequencies", "draft_ids")],
     ]
 
 
@@ -97,8 +100,9 @@ class Megakernel:
 
     dims: the shape. matrices: by packed name ("embed", "layers.0.q", ..., "head" unless tied); arrays in host memory or
     tensors on the device. vectors: float32 norms by packed name. inverse_frequencies: float32 [head_dim / 2].
-    context_size: positions of the KV cache. columns: the largest M of `step`, up to 8. cubin_cache: where compiled
-    kernels are kept. tuning: see plan.make_plan.
+    context_size: positions of the KV cache. columns: the largest M of `step`, up to 8. room_for_drafter: whether the
+    cache has a layer more, for `hold_drafter`. cubin_cache: where compiled kernels are kept. tuning: see
+    plan.make_plan.
 
     Raises plan.Unsupported for a shape or format that it does not decode, CompileError, CudaError.
     """
@@ -114,6 +118,7 @@ class Megakernel:
         context_size: int,
         *,
         columns: int = planning.MAX_COLUMNS,
+        room_for_drafter: bool = False,
         cubin_cache: Path | None = None,
         progress: Callable[[str], None] | None = None,
         tuning: Mapping[str, int] | None = None,
@@ -142,8 +147,12 @@ class Megakernel:
             cubin_cache,
             progress,
         )
-        # A step of the speculative loop writes all its columns, used or not, also at the context's end.
-        shape = cache_shape(dims.layers, dims.kv_heads, context_size + columns - 1, dims.head_dim)
+        self._drafting: dict[int, planning.Drafting] = {}  # by columns, for those kernels that hold the drafter
+        self._drafter: DeviceDrafter | None = None
+        # A step of the speculative loop writes all its columns, used or not, also at the context's end; a drafter runs
+        # ahead of it by as many.
+        positions = context_size + columns - 1 + (columns if room_for_drafter else 0)
+        shape = cache_shape(dims.layers + room_for_drafter, dims.kv_heads, positions, dims.head_dim)
         self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
         self._open_host_memory()
         self._buffers: dict[str, Any] = {}
@@ -188,6 +197,47 @@ class Megakernel:
                 if not found:
                     raise
         return found
+
+    def hold_drafter(self, head: DraftHead) -> DraftCache:
+        """From now on the speculative loops can draft with `head`, at the `draft_widths`; its keys and values, for the
+        caller to fill outside of loops. Raises Unsupported where no width has room for it."""
+        if self.kv_cache.shape[0] == self.dims.layers:
+            raise Unsupported("the KV cache was opened without a layer for a drafter")
+        drafting = planning.plan_drafter(self.dims, head.dims, head.matrices, self._gpu.sm_count)
+        held: dict[int, planning.Drafting] = {}
+        refused: Unsupported | None = None
+        for columns in self.widths()[1:]:
+            try:
+                self._plan(columns, drafting)
+                held[columns] = drafting
+            except Unsupported as error:
+                refused = error
+        if not held:
+            raise refused or Unsupported("a speculative loop does not fit this GPU")
+        self._drafter = load_drafter(head, drafting, self._loaded.retile, self._device)
+        self._drafting = held
+        for columns in held:
+            self._kernels.pop(columns, None)
+
+        def embed(ids: torch.Tensor) -> torch.Tensor:
+            table = self._matrices_embed
+            q, scale, minimum = (None if part is None else part[ids] for part in self._loaded.embedding)
+            rows = dequantised_rows(str(table.format), table.group, q, scale, minimum)
+            return rows * self.dims.embedding_multiplier
+
+        return DraftCache(head, embed, self.kv_cache[-1])
+
+    @property
+    def draft_widths(self) -> tuple[int, ...]:
+        """Columns of the loops in which a held drafter can draft."""
+        return tuple(self._drafting)
+
+    def draft_bytes(self, passes: int) -> int:
+        """Bytes of its weights that a held drafter reads in a step with that many passes."""
+        if self._drafter is None:
+            return 0
+        sizes = {name: phase.tiles * phase.tile_bytes for name, phase in self._drafter.tiled.phases.items()}
+        return sizes["fc"] + passes * (sum(sizes.values()) - sizes["fc"])
 
     @property
     def tiled_weights(self) -> TiledWeights:
@@ -271,20 +321,25 @@ class Megakernel:
         columns: int,
         least_match: int = 1,
         most_drafts: int = planning.MAX_COLUMNS - 1,
+        learned: bool = False,
         forced_sixteenths: int = 0,
     ) -> TokenRing:
         """`stream` of the last token of `history`, verifying up to columns - 1 (or most_drafts) drafts a step.
 
         The tokens are those of `stream`; drafts come from the history by prompt lookup (speculate.cuh), where at least
         `least_match` tokens of its end occur again. columns: one of `widths`, above 1; a step costs what that many
-        columns cost, with drafts or without. forced_sixteenths: with tuning FORCED_ACCEPTANCE, the drafts of 16 steps
-        that are taken for right. Raises ValueError for a repeat penalty, which changes from column to column.
+        columns cost, with drafts or without. learned: where the lookup finds less, the held drafter drafts, whose rows
+        of all tokens before `position` must be written; afterwards, those of all tokens fed are. forced_sixteenths:
+        with tuning FORCED_ACCEPTANCE, the drafts of 16 steps that are taken for right. Raises ValueError for a repeat
+        penalty, which changes from column to column.
         """
         torch, known = self._torch, len(history)
         if _penalises(sampling):
             raise ValueError("the speculative loop knows no repeat penalty")
         if columns not in (2, 4, 8) or columns > self.columns:
             raise ValueError(f"a speculative loop of {columns} columns")
+        if learned and columns not in self._drafting:
+            raise ValueError(f"no drafter in a loop of {columns} columns")
         max_tokens = self._room(position, max_tokens)
         if known + max_tokens >= planning.MOST_HISTORY:
             raise ValueError(f"a history of {known} and {max_tokens} more tokens: indices have 20 bits")
@@ -293,11 +348,11 @@ class Megakernel:
         ids = torch.zeros(known + max_tokens + 4, dtype=torch.int32, device=self._device)  # it is read four at a time
         ids[:known] = torch.from_numpy(np.asarray(history, dtype=np.int32)).to(self._device)
         stop = torch.tensor([*stop_ids, 0], dtype=torch.int32).to(self._device)
-        candidates = torch.zeros(columns * (plan.sms + 1), dtype=torch.int64, device=self._device)
+        candidates = torch.zeros(columns * (plan.sms + 1) + plan.sms, dtype=torch.int64, device=self._device)
         self._buffers["stream"] = (ids, stop, candidates)
         p.ids, p.stop_ids, p.stop_count = ids.data_ptr(), stop.data_ptr(), len(stop_ids)
         p.candidates, p.least_match, p.most_drafts = candidates.data_ptr(), least_match, most_drafts
-        p.forced_sixteenths = forced_sixteenths
+        p.forced_sixteenths, p.learned = forced_sixteenths, int(learned)
         return self._start_loop(kernel, plan, p)
 
     def _room(self, position: int, max_tokens: int) -> int:
@@ -349,7 +404,7 @@ class Megakernel:
 
     def close(self) -> None:
         """Release the device memory. Idempotent."""
-        for name in ("kv_cache", "_loaded", "_scratch"):
+        for name in ("kv_cache", "_loaded", "_drafter", "_scratch"):
             if hasattr(self, name):
                 delattr(self, name)
         self._buffers.clear()
@@ -380,7 +435,7 @@ class Megakernel:
             self._reports[columns] = cubin.reports
         return self._kernels[columns]
 
-    def _plan(self, columns: int) -> Plan:
+    def _plan(self, columns: int, drafting: planning.Drafting | None = None) -> Plan:
         return planning.make_plan(
             self.dims,
             self.phases,
@@ -390,6 +445,7 @@ class Megakernel:
             columns,
             self._matrices_embed,
             self._tuning,
+            drafting or self._drafting.get(columns),
         )
 
     def _parameters(self, plan: Plan) -> _Parameters:
@@ -402,6 +458,10 @@ class Megakernel:
         p.head_norms = w.head_norms.data_ptr() if w.head_norms is not None else 0
         p.inverse_frequencies = w.frequencies.data_ptr()
         p.embed_q, p.embed_scale, p.embed_minimum = (a.data_ptr() if a is not None else 0 for a in w.embedding)
+        if (drafter := self._drafter) is not None:
+            p.draft_weights, p.draft_tiles = drafter.tiled.data.data_ptr(), drafter.sm_tiles.data_ptr()
+            p.draft_norms, p.draft_ids = drafter.norms.data_ptr(), drafter.target_ids.data_ptr()
+            p.draft_frequencies = drafter.frequencies.data_ptr()
         p.kv_layer_stride, p.kv_head_stride = self.kv_cache.stride(0), self.kv_cache.stride(1)
         base = self._host.device
         p.host_started, p.host_stop, p.host_report, p.host_tokens = base, base + 16, base + 24, base + 64

@@ -3,14 +3,15 @@ compiled with.
 
 A layer is four matrix phases (qkv, o, gate_up, down) and the head is a fifth. A phase's rows are cut into tiles of 16
 rows; a tile over all of K belongs to one SM. K is cut into units, what one warp multiplies at a time; a unit is one
-contiguous piece of memory (drawn in formats.cuh). gate_up tiles hold 8 gate rows, then their 8 up rows.
+contiguous piece of memory (drawn in gemv.cuh). gate_up tiles hold 8 gate rows, then their 8 up rows. A learned drafter
+(draft_head.cuh) is one more layer and head of the same kind in a stream of its own, behind a phase "fc".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 TILE_ROWS = 16
@@ -80,6 +81,22 @@ class StoredMatrix(Protocol):
     def minimum(self) -> Any: ...
 
 
+@dataclass(frozen=True)
+class DraftDims:
+    """The shape of a learned drafter, where the target's does not say it already.
+
+    feature_layers: the target's layers whose entering residual streams it reads (layers: what leaves the last one).
+    """
+
+    intermediate: int
+    vocab: int
+    feature_layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+
 FORMAT_CODES = {"int4": 0, "int4_asymmetric": 1, "int8": 2, "bf16": 3}
 BLOCK_BYTES = {"int4": 512, "int4_asymmetric": 512, "int8": 1024, "bf16": 2048}  # of 16 rows x 64
 
@@ -99,6 +116,7 @@ class Phase:
     format: str
     group: int  # 0 for bf16
     chunks: int  # pieces of K whose units follow one another in memory
+    apart: bool = False  # the chunks' activations have scales of their own: they are staged and summed one by one
 
     @property
     def blocks(self) -> int:
@@ -143,6 +161,12 @@ class Phase:
 
 
 PHASES = ("qkv", "o", "gate_up", "down", "head")
+DRAFT_PHASES = ("fc", *PHASES)  # in the order in which they are streamed
+
+
+def tiles_index(phase: str) -> int:
+    """Where a row of Split keeps a phase. fc's rows are o's, of the same owners."""
+    return PHASES.index("o" if phase == "fc" else phase)
 
 
 def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix]) -> dict[str, Phase]:
@@ -151,41 +175,75 @@ def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix]) -> dict[st
     parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     names = {phase: [f"layers.{i}.{p}" for i in range(dims.layers) for p in parts[phase]] for phase in parts}
     names["head"] = [head]
-    rows = {
-        "qkv": dims.qkv_rows,
-        "o": dims.hidden,
-        "gate_up": 2 * dims.intermediate,
-        "down": dims.hidden,
-        "head": dims.vocab,
+    sizes = {
+        "qkv": (dims.qkv_rows, dims.hidden),
+        "o": (dims.hidden, dims.heads * dims.head_dim),
+        "gate_up": (2 * dims.intermediate, dims.hidden),
+        "down": (dims.hidden, dims.intermediate),
+        "head": (dims.vocab, dims.hidden),
     }
-    inputs = {
-        "qkv": dims.hidden,
-        "o": dims.heads * dims.head_dim,
-        "gate_up": dims.hidden,
-        "down": dims.intermediate,
-        "head": dims.hidden,
+    # down has the widest input; the others' are at most a few thousand channels
+    return {name: _phase(name, names[name], matrices, *sizes[name], wide=name == "down") for name in PHASES}
+
+
+def draft_phases(
+    dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int
+) -> dict[str, Phase]:
+    """The phases of a learned drafter for a model of shape `dims`, from its matrices: "fc", "q", "k", "v", "o", "gate",
+    "up", "down", "head". Raises Unsupported."""
+    own = (draft.heads, draft.kv_heads, draft.head_dim, draft.rms_norm_eps)
+    if own != (dims.heads, dims.kv_heads, dims.head_dim, dims.rms_norm_eps):
+        raise Unsupported(f"a drafter's heads and epsilon {own} are not the model's")
+    read = draft.feature_layers
+    if not read or len(set(read)) < len(read) or any(not 0 < layer <= dims.layers for layer in read):
+        raise Unsupported(f"a drafter that reads the model at layers {draft.feature_layers}")
+    parts = {"qkv": ["q", "k", "v"], "gate_up": ["gate", "up"]}
+    sizes = {
+        "fc": (dims.hidden, len(draft.feature_layers) * dims.hidden),
+        "qkv": (dims.qkv_rows, 2 * dims.hidden),
+        "o": (dims.hidden, dims.heads * dims.head_dim),
+        "gate_up": (2 * draft.intermediate, dims.hidden),
+        "down": (dims.hidden, draft.intermediate),
+        "head": (draft.vocab, dims.hidden),
     }
-    phases = {}
-    for name in PHASES:
-        found = {(format_of(matrices[n]), matrices[n].group, matrices[n].k) for n in names[name]}
-        if len(found) != 1:
-            raise Unsupported(f"the matrices of {name} are stored in different formats: {sorted(found)}")
-        kind, group, k = found.pop()
-        if k != inputs[name]:
-            raise Unsupported(f"{name} has {k} input channels, the shape says {inputs[name]}")
-        if k % BLOCK_K or (rows[name] % TILE_ROWS and name != "head"):
-            raise Unsupported(f"{name} is {rows[name]} x {k}: not a multiple of {TILE_ROWS} x {BLOCK_K}")
-        chunks = 1
-        if name == "down":  # the widest input; the others are at most a few thousand channels
-            chunks = next(
-                c
-                for c in range(1, k // BLOCK_K + 1)
-                if k // BLOCK_K % c == 0
-                and k // c <= (CHUNK_K // 2 if kind == "bf16" else CHUNK_K)
-                and (not group or k // c % max(group, BLOCK_K) == 0)
-            )
-        phases[name] = Phase(name, k, rows[name], -(-rows[name] // TILE_ROWS), kind, group or 0, chunks)
+    phases = {
+        name: _phase(name, parts.get(name, [name]), matrices, *sizes[name], wide=name in ("fc", "down"))
+        for name in DRAFT_PHASES
+    }
+    wide = phases["qkv"]  # a token's embedding, then the hidden state: each has a norm of its own
+    if dims.hidden % max(wide.group, BLOCK_K):
+        raise Unsupported(f"a drafter's qkv in groups of {wide.group}")
+    phases["qkv"] = replace(wide, chunks=2, apart=True)
+    # Whoever chooses a draft must have had a share in what led to it, so that nobody is overtaken.
+    if min(phases["head"].tiles, phases["gate_up"].tiles) < sms:
+        raise Unsupported(
+            f"a drafter of {draft.vocab} tokens and {draft.intermediate} channels on {sms} multiprocessors"
+        )
     return phases
+
+
+def _phase(
+    name: str, parts: Sequence[str], matrices: Mapping[str, StoredMatrix], rows: int, inputs: int, *, wide: bool
+) -> Phase:
+    """A phase of these matrices, which must agree. wide: K may be staged in several pieces."""
+    found = {(format_of(matrices[n]), matrices[n].group, matrices[n].k) for n in parts}
+    if len(found) != 1:
+        raise Unsupported(f"the matrices of {name} are stored in different formats: {sorted(found)}")
+    kind, group, k = found.pop()
+    if k != inputs:
+        raise Unsupported(f"{name} has {k} input channels, the shape says {inputs}")
+    if k % BLOCK_K or (rows % TILE_ROWS and name != "head"):
+        raise Unsupported(f"{name} is {rows} x {k}: not a multiple of {TILE_ROWS} x {BLOCK_K}")
+    chunks = 1
+    if wide:
+        chunks = next(
+            c
+            for c in range(1, k // BLOCK_K + 1)
+            if k // BLOCK_K % c == 0
+            and k // c <= (CHUNK_K // 2 if kind == "bf16" else CHUNK_K)
+            and (not group or k // c % max(group, BLOCK_K) == 0)
+        )
+    return Phase(name, k, rows, -(-rows // TILE_ROWS), kind, group or 0, chunks)
 
 
 @dataclass(frozen=True)
@@ -225,13 +283,31 @@ def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
         count.append([counts[name][s] for name in PHASES])
         for name in PHASES:
             start[name] += counts[name][s]
-    layer_bytes = [sum(counts[n][s] * phases[n].tile_bytes for n in PHASES if n != "head") for s in range(sms)]
+    layer_bytes = [
+        sum(count[s][tiles_index(n)] * phase.tile_bytes for n, phase in phases.items() if n != "head")
+        for s in range(sms)
+    ]
     offset, at = [], 0
     for s in range(sms):
         offset.append(at)
         at += layers * layer_bytes[s] + counts["head"][s] * phases["head"].tile_bytes
         at = -(-at // 128) * 128
     return Split(first, count, layer_bytes, offset, at)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A learned drafter as the kernel holds it."""
+
+    dims: DraftDims
+    phases: dict[str, Phase]
+    split: Split
+
+
+def plan_drafter(dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int) -> Drafting:
+    """A drafter for a model of shape `dims`; matrices as in draft_phases. Raises Unsupported."""
+    phases = draft_phases(dims, draft, matrices, sms)
+    return Drafting(draft, phases, split_tiles(phases, 1, sms))
 
 
 @dataclass(frozen=True)
@@ -258,15 +334,19 @@ def make_plan(
     columns: int,
     embed: StoredMatrix,
     tuning: Mapping[str, int] | None = None,
+    drafting: Drafting | None = None,
 ) -> Plan:
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
+    drafting: of a learned drafter that the speculative loop (columns > 1) shall hold.
     tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES
     and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody, FORCED_ACCEPTANCE=1 takes as many
     drafts for right as it is told (both: wrong results, for diagnosis and cost curves).
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
+    if drafting and columns == 1:
+        raise ValueError("a drafter is for several columns")
     if hd % 64 or hd > 256 or dims.heads % dims.kv_heads:
         raise Unsupported(f"head dimension {hd}, {dims.heads} query and {dims.kv_heads} KV heads")
     if dims.kv_heads > sms:
@@ -280,55 +360,60 @@ def make_plan(
     wanted = tuning.get("STAGE_BYTES", STAGE_BYTES)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 
-    most = {name: max(row[i] for row in split.count) for i, name in enumerate(PHASES)}
+    held = {name: (phase, split) for name, phase in phases.items()}  # what the kernel runs
+    if drafting:
+        held |= {f"d_{name}": (phase, drafting.split) for name, phase in drafting.phases.items()}
+    most = {name: max(row[tiles_index(p.name)] for row in s.count) for name, (p, s) in held.items()}
     part_unit = columns * TILE_ROWS + 8  # floats; the 8 spread four units over all banks
     budget = {1: 10752, 2: 12288, 4: 20480, 8: 36864}[columns]
     batch = {}
-    for name, phase in phases.items():
+    for name, (phase, _) in held.items():
         per_tile = phase.chunks * phase.units * part_unit * 4
         batch[name] = most[name] if most[name] * per_tile <= budget else max(1, budget // 2 // per_tile)
         per_stage = phase.units_per_stage(wanted, warps)
         whole = per_stage // math.gcd(per_stage, phase.units)  # tiles that fill whole stages
         if whole < batch[name] < most[name]:
             batch[name] -= batch[name] % whole
-        if name == "down":
+        if phase.name == "down" or phase.chunks > 1:
             batch[name] = most[name]  # the residual's owner reduces all its rows at once
     part = max(
-        batch[n] * p.chunks * p.units * part_unit * 4 * (2 if batch[n] < most[n] else 1) for n, p in phases.items()
+        batch[n] * p.chunks * p.units * part_unit * 4 * (2 if batch[n] < most[n] else 1) for n, (p, _) in held.items()
     )
     part = -(-part // 128) * 128
 
     def pieces(phase: Phase) -> int:
-        return 1 if columns * phase.k * phase.x_bytes <= 40000 else phase.chunks
+        return 1 if columns * phase.k * phase.x_bytes <= 40000 and not phase.apart else phase.chunks
 
     def staged(phase: Phase) -> int:
         return 2 * columns * (phase.k // pieces(phase) * phase.x_bytes // 2 + 16)
 
-    x = -(-max(staged(p) for p in phases.values()) // 128) * 128
+    x = -(-max(staged(p) for p, _ in held.values()) // 128) * 128
     queries = query_blocks * 2 * 8 * hd * 2
     rows = min(8, group_heads * columns)
     attention = queries + kv_bytes + query_blocks * lanes * rows * (hd + 8 + 2) * 4
     arena = max(x + part, attention)
     arena = -(-arena // 128) * 128
 
-    stage = max([p.units_per_stage(wanted, warps) * p.unit_bytes for p in phases.values()] + [kv_per_stage * kv_bytes])
+    stage = max([p.units_per_stage(wanted, warps) * p.unit_bytes for p, _ in held.values()] + [kv_per_stage * kv_bytes])
     stage = -(-stage // 128) * 128
-    groups = max(p.k // pieces(p) // (p.group or 64) for p in phases.values()) + 4  # of x, by the weights' scales
+    groups = max(p.k // pieces(p) // (p.group or 64) for p, _ in held.values()) + 4  # of x, by the weights' scales
     seen = most["head"] * TILE_ROWS * 4
     resid = most["o"] * TILE_ROWS * (columns + 2) * 4  # and the norms' weights of its rows
     rope = columns * hd * 4
     small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 4096
+    if drafting:
+        small += 4 * TILE_ROWS * (most["d_head"] + 3 * most["o"]) + 512  # ids and norms' weights of the owned rows
     room = shared_limit - SHARED_RESERVE - arena - small
     stages = min(tuning.get("STAGES", 32), room // (stage + 16))
     # A round of the warps must fit the ring (gemv.cuh), and loads need a stage to run ahead.
-    fewest = max(3, *(warps // phase.units_per_stage(wanted, warps) for phase in phases.values()))
+    fewest = max(3, *(warps // phase.units_per_stage(wanted, warps) for phase, _ in held.values()))
     if stages < fewest:
         raise Unsupported(f"{shared_limit} bytes of shared memory are too few for this model")
 
     def window(most: int) -> int:
         """Stages in flight. Copies end in any order, and a warp that waits for a slot knows only that the stage a round
         before its own has come: what the slot held before must not be among those still in flight then."""
-        for phase in phases.values():
+        for phase, _ in held.values():
             spare = stages - warps // phase.units_per_stage(wanted, warps)
             most = min(most, spare or most)
         return min(most, stages - 1)
@@ -372,7 +457,7 @@ def make_plan(
         "EMBED_FORMAT": str(FORMAT_CODES[format_of(embed)]),
         "EMBED_GROUP": str(embed.group or 64),
     }
-    for name, phase in phases.items():
+    for name, (phase, _) in held.items():
         prefix = name.upper()
         constants |= {
             f"{prefix}_FORMAT": str(FORMAT_CODES[phase.format]),
@@ -386,12 +471,24 @@ def make_plan(
             f"{prefix}_BATCH": str(batch[name]),
             f"{prefix}_MOST_TILES": str(most[name]),
         }
+    gated, extra = dims.intermediate, 0
+    if drafting:
+        d = drafting.dims
+        constants |= {
+            "DRAFTER": "1",
+            "D_INTERMEDIATE": str(d.intermediate),
+            "D_VOCAB": str(d.vocab),
+            "D_QUERY_SCALE": f(hd**-0.5 / dims.attention_multiplier),
+            "D_FEATURES": str(len(d.feature_layers)),
+            "D_FEATURE_LAYERS": ",".join(map(str, d.feature_layers)),
+        }
+        gated, extra = max(gated, d.intermediate), (len(d.feature_layers) + 1) * dims.hidden // 2
     for switch in ("PROFILE", "NO_WAIT", "FORCED_ACCEPTANCE"):
         if tuning.get(switch):
             constants[switch] = "1"
     copies = tuning.get("HOP_COPIES", HOP_COPIES)
     constants["HOP_COPIES"] = str(copies)
-    words = copies * columns * (dims.hidden + dims.intermediate // 2 + 2 * dims.hidden // TILE_ROWS + 32)
+    words = copies * columns * (dims.hidden + gated // 2 + 2 * dims.hidden // TILE_ROWS + 32 + extra)
     words += columns * (dims.qkv_rows + dims.heads * splits * (hd // 2 + 2))
     scratch = 4 * words + 8 * sms + 1024
     shared = arena + small + stages * (stage + 16)

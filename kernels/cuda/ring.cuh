@@ -54,6 +54,7 @@ struct Producer {
     int in_flight = 0, window = LAYER_WINDOW;  // stages
     ProducerClocks clocks;
     const u8* weights_end = nullptr;  // of this SM's stream
+    const u8* next_stream = nullptr;  // what is read after it, if that is another one
 
     __device__ __forceinline__ Producer(RingBarriers& barriers, u8* slots) : barriers(barriers), slots(slots) {}
 
@@ -73,6 +74,10 @@ struct Producer {
                 // Waiting in the L2 cache, weights keep the memory busy without keeping hops waiting for the SM's door.
                 const u8* const ahead = source + size_t(u) * UNIT_BYTES + L2_AHEAD;
                 if (threadIdx.x % 32 == 0 && ahead + n * UNIT_BYTES <= weights_end) prefetch_to_l2(ahead, n * UNIT_BYTES);
+#ifdef DRAFTER
+                if (threadIdx.x % 32 == 0 && ahead >= weights_end && next_stream)
+                    prefetch_to_l2(next_stream + (ahead - weights_end), n * UNIT_BYTES);
+#endif
             }
             next.advance(1);
             in_flight++;

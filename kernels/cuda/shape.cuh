@@ -62,6 +62,20 @@ using GateUp = FLINT_PHASE(GATE_UP, 2);  // a tile: 8 rows of gate, then the sam
 using Down = FLINT_PHASE(DOWN, 3);
 using Head = FLINT_PHASE(HEAD, 4);
 constexpr int PHASES = 5;
+#ifdef DRAFTER
+// A learned drafter's (draft_head.cuh), in a stream of its own. fc has the rows of the residual, and so its owners.
+using DFc = FLINT_PHASE(D_FC, 1);
+using DQkv = FLINT_PHASE(D_QKV, 0);  // K: a token's embedding, then the hidden state
+using DOut = FLINT_PHASE(D_O, 1);
+using DGateUp = FLINT_PHASE(D_GATE_UP, 2);
+using DDown = FLINT_PHASE(D_DOWN, 3);
+using DHead = FLINT_PHASE(D_HEAD, 4);
+static_assert(DQkv::CHUNKS == 2 && DQkv::PIECES == 2, "its halves are staged one by one");
+static_assert(DHead::MOST_TILES >= 1 && COLUMNS > 1, "drafts are for several columns");
+#else
+#define D_INTERMEDIATE 0
+#define D_FEATURES -1
+#endif
 
 static_assert(HEAD_DIM % 64 == 0, "a lane owns whole 16-byte pieces of a key");
 static_assert(HEADS % KV_HEADS == 0, "grouped-query attention");
@@ -85,10 +99,14 @@ static_assert(KV_HEADS * MAX_SPLITS <= SMS, "one SM per split");
 constexpr int HOP_HIDDEN = 0;                                           // packets [column][HIDDEN] entering a layer
 constexpr int HOP_MIDDLE = HOP_HIDDEN + COLUMNS * HIDDEN / 2;           // packets [column][HIDDEN] after attention
 constexpr int HOP_GATED = HOP_MIDDLE + COLUMNS * HIDDEN / 2;            // packets [column][INTERMEDIATE]
-constexpr int HOP_HIDDEN_SQUARES = HOP_GATED + COLUMNS * INTERMEDIATE / 2;               // words [column][HIDDEN / 16]
+constexpr int MOST_INTERMEDIATE = INTERMEDIATE > D_INTERMEDIATE ? INTERMEDIATE : D_INTERMEDIATE;
+constexpr int HOP_HIDDEN_SQUARES = HOP_GATED + COLUMNS * MOST_INTERMEDIATE / 2;          // words [column][HIDDEN / 16]
 constexpr int HOP_MIDDLE_SQUARES = HOP_HIDDEN_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS);  // words [column][HIDDEN / 16]
+constexpr int HOP_DRAFT = HOP_MIDDLE_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS);  // packets [column][HIDDEN], to its head
+constexpr int HOP_FEATURES = HOP_DRAFT + (D_FEATURES > 0) * COLUMNS * HIDDEN / 2;  // packets [column][feature][HIDDEN]
+constexpr int HOP_COPY_END = HOP_DRAFT + (D_FEATURES + 1) * COLUMNS * HIDDEN / 2;
 // So far there are HOP_COPIES, so that not all SMs read the same lines of the L2 cache at the same time.
-constexpr int HOP_COPY = HOP_MIDDLE_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS) + 31 & ~31;
+constexpr int HOP_COPY = HOP_COPY_END + 31 & ~31;
 constexpr int HOP_ATTENTION = HOP_COPIES * HOP_COPY;  // packets [column][head][split][dim]
 constexpr int HOP_QKV = HOP_ATTENTION + COLUMNS * HEADS * MAX_SPLITS * HEAD_DIM / 2;  // words [column][QKV_ROWS]
 constexpr int HOP_WEIGHTS = HOP_QKV + COLUMNS * QKV_ROWS_TOTAL;             // words [column][head][split][max, sum]

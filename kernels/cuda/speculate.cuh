@@ -20,7 +20,7 @@ static_assert(MOST_MATCH == 32, "a warp loads the end of the history");
 constexpr int LOADS_AT_ONCE = 8;  // of a comparison; a second round of loads costs as much as all of the first
 
 // A host entry: | match : 12 | id : 20 |, | tokens of the same step still to come : 4 | accepted : 4 | drafted : 4 |
-// 1 + index : 20 |, the clock. match: tokens in common where the step's drafts were found.
+// 1 + index : 20 |, the clock. match: tokens in common where the step's drafts were found; 0: a drafter learned them.
 __device__ __forceinline__ u32 host_entry(int index, int drafted, int accepted, int left) {
     return u32(index + 1) | u32(drafted) << 20 | u32(accepted) << 24 | u32(left) << 28;
 }
@@ -33,6 +33,22 @@ struct Speculation {
 
     __device__ __forceinline__ const u32* history() const { return reinterpret_cast<const u32*>(p.ids); }
     __device__ __forceinline__ int known() const { return p.draw_index + s.step.produced; }
+    // Whether a learned drafter follows the tokens, and drafts where the lookup does not.
+    __device__ __forceinline__ bool learned() const {
+#ifdef DRAFTER
+        return p.learned;
+#else
+        return false;
+#endif
+    }
+    __device__ __forceinline__ int most_drafts() const {  // of the next step
+        return max(0, min(min(p.most_drafts, COLUMNS - 1), p.max_tokens - s.step.produced - 1));
+    }
+    // The next step's keys may be fetched: what other SMs stored is visible, also to the copy engine. One thread.
+    __device__ __forceinline__ void let_producer_go_on() const {
+        fence_for_copies();
+        barrier_arrive(&s.ring.go);
+    }
 
     // Tokens in common, walking back, of the whole history and of the history up to and with `end`.
     __device__ __forceinline__ int match(int end) const {
@@ -72,13 +88,13 @@ struct Speculation {
         if (warp == 0) {
             const u64 longest = warp_largest(lane < WARPS ? s.best[lane] : 0);
             const int start = int(u32(longest)) + 1;
-            const int limit = min(min(p.most_drafts, COLUMNS - 1), p.max_tokens - s.step.produced - 1);
-            int drafted = int(longest >> 32) >= max(p.least_match, 1) ? max(limit, 0) : 0;
+            const int limit = most_drafts();
+            int drafted = int(longest >> 32) >= max(p.least_match, 1) ? limit : 0;
             u32 token = newest;
             // Past the end the copy reads itself, as LZ77's does.
             if (lane > 0 && lane <= drafted) token = load_word(history() + start + (lane - 1) % (count - start));
 #ifdef FORCED_ACCEPTANCE
-            drafted = max(limit, 0);
+            drafted = learned() ? 0 : limit;
 #endif
             if (lane < COLUMNS) s.step.tokens[lane] = int(token);
             if (lane == 0) s.step.drafted = drafted, s.step.match = int(longest >> 32);
@@ -149,12 +165,25 @@ struct Speculation {
             s.step.position += kept;
             s.step.count++;
             s.stop = s.asked_to_end || ending || produced + kept >= p.max_tokens;
-            // The next step's keys may be fetched: what other SMs stored is visible, also to the copy engine.
-            fence_for_copies();
-            barrier_arrive(&s.ring.go);
+#ifdef DRAFTER
+            s.draft.kept = kept;
+#endif
+            if (!learned()) let_producer_go_on();
         }
     }
 };
+
+#ifdef DRAFTER
+// What a learned drafter reads of this SM's rows in every step; all consumers.
+__device__ __forceinline__ void open_drafter(const Parameters& p, Shared& s) {
+    const SmTiles& tiles = s.draft.tiles;
+    for (int i = threadIdx.x; i < tiles.count[DHead::INDEX] * TILE_ROWS; i += CONSUMERS)
+        s.draft.target_ids[i] = __ldg(p.draft_ids + min(tiles.first[DHead::INDEX] * TILE_ROWS + i, D_VOCAB - 1));
+    for (int norm = 0; norm <= NORM_FINAL; norm++)
+        for (int i = threadIdx.x; i < tiles.count[DOut::INDEX] * TILE_ROWS; i += CONSUMERS)
+            s.draft.norm_weight[norm][i] = __ldg(p.draft_norms + norm * HIDDEN + tiles.first[DOut::INDEX] * TILE_ROWS + i);
+}
+#endif
 
 // Before the first step, or the only one, whose tokens are given; all consumers.
 __device__ __noinline__ void begin_steps(const Parameters* p, Shared* s) {
@@ -163,6 +192,9 @@ __device__ __noinline__ void begin_steps(const Parameters* p, Shared* s) {
         s->step.drafted = p->columns - 1;
     }
     if (threadIdx.x < COLUMNS) s->step.tokens[threadIdx.x] = p->tokens[threadIdx.x];
+#ifdef DRAFTER
+    if (p->learned) open_drafter(*p, *s);
+#endif
     sync_consumers();
     if (p->mode != STEP) Speculation{*p, *s}.propose();
 }
@@ -178,7 +210,14 @@ __device__ __noinline__ bool end_step(const Parameters* p, Shared* s, u64 best) 
     if (p->mode == SAMPLE) speculation.draw(columns, tag);
     if (threadIdx.x < 32) speculation.accept();
     sync_consumers();
-    if (s->stop) return true;
-    speculation.propose();
-    return false;
+    if (!s->stop) speculation.propose();
+#ifdef DRAFTER
+    if (p->learned && threadIdx.x == 0) {
+        // At least once, so that the drafter has seen every token that the target has.
+        s->draft.passes = s->stop || s->step.drafted > 0 ? 1 : max(1, speculation.most_drafts());
+        speculation.let_producer_go_on();
+    }
+    sync_consumers();
+#endif
+    return s->stop;
 }

@@ -23,7 +23,8 @@ class KernelStopped(RuntimeError):
 class Step:
     """One pass of a loop: how many tokens it brought, how many drafts it verified and how many of those it accepted.
 
-    match: how many tokens the end of the history had in common with the place that the drafts came from.
+    match: how many tokens the end of the history had in common with the place that the drafts came from; 0 where a
+    learned drafter made them.
     """
 
     tokens: int

@@ -84,10 +84,15 @@ class FakeMegakernel:
         return self.ring()
 
     def stream_speculative(
-        self, position, sampling, max_tokens, stop_ids, history, *, columns, most_drafts
+        self, position, sampling, max_tokens, stop_ids, history, *, columns, most_drafts, least_match, learned
     ) -> FakeRing:
         self.stream(history[-1], position, sampling, max_tokens, stop_ids, history)
-        self.streamed |= {"columns": columns, "most_drafts": most_drafts}
+        self.streamed |= {
+            "columns": columns,
+            "most_drafts": most_drafts,
+            "least_match": least_match,
+            "learned": learned,
+        }
         return self.ring()
 
     def close(self) -> None:

@@ -7,14 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.backends.base import LoopStep
 from engine.backends.cuda import CudaBackend
 from engine.decoder import DecodeOptions, Decoder
+from engine.drafting.eagle import EagleDrafter
+from engine.drafting.loop_head import LoopHead
 from engine.drafting.ngram import NgramDrafter
+from engine.drafting.prompts import load_prompts
 from engine.events import Event, Finished, Tokens
+from engine.loading import Engine, ReplyOptions, drafter_path, open_engine
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling, sample
 from engine.text.tokenizer import Tokenizer
@@ -32,7 +37,15 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def speculate(
-    backend: CudaBackend, history: Sequence[int], count: int, width: int, stop: Sequence[int] = (), **sampling: Any
+    backend: CudaBackend,
+    history: Sequence[int],
+    count: int,
+    width: int,
+    stop: Sequence[int] = (),
+    *,
+    least_match: int = 1,
+    learned: bool = False,
+    **sampling: Any,
 ) -> tuple[list[int], list[LoopStep]]:
     """A reply after `history`, whose last token is fed first: its tokens and steps."""
     ids: list[int] = []
@@ -40,7 +53,14 @@ def speculate(
     steps: list[LoopStep] = []
     chosen = Sampling(**sampling)
     for batch in backend.stream_speculative(
-        history[-1], sampling=chosen, max_tokens=count, stop_ids=frozenset(stop), history=history, width=width
+        history[-1],
+        sampling=chosen,
+        max_tokens=count,
+        stop_ids=frozenset(stop),
+        history=history,
+        width=width,
+        least_match=least_match,
+        learned=learned,
     ):
         assert not batch.error, batch.error
         ids += batch.ids
@@ -184,3 +204,87 @@ def test_smollm2_says_the_same_with_drafts(packed_smollm2: Path, drafts: int | N
     record_property("acceptance_length", 1 + accepted / max(1, steps))
     assert accepted > 0
     assert different <= 1  # two widths round apart: after a near tie, two right replies go their own ways
+
+
+# --- a learned head in the loop ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(packed_smollm2: Path):
+    opened = open_engine(str(packed_smollm2), "cuda", context=2048)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_head_in_the_loop_drafts_as_in_torch(engine: Engine, width: int, record_property):
+    """Each step accepts as many drafts as the same head's, asked in torch about the same features."""
+    head, _ = engine.drafters("eagle")
+    backend = engine.backend
+    assert isinstance(head, LoopHead)
+    assert isinstance(backend, CudaBackend)
+    path = drafter_path(engine.model)
+    assert path is not None
+    different = steps = accepted = 0
+    for prompt in load_prompts(None, limit=2):
+        prompt_ids = engine.prompt([{"role": "user", "content": prompt.text}])
+        torch_head = EagleDrafter.open(path, engine.model)
+        backend.truncate(0)
+        backend.step(prompt_ids[:-1], logits="last")
+        ids, taken = speculate(backend, prompt_ids, 100, width, least_match=head.least_match, learned=True)
+        whole = [*prompt_ids, *ids]
+        backend.truncate(0)
+        features = backend.step(whole[:-1], logits="last", features=torch_head.feature_layers).features
+
+        def rows(first: int, last: int, features: dict[int, np.ndarray] = features) -> dict[int, np.ndarray]:
+            return {layer: values[first:last] for layer, values in features.items()}
+
+        fed = len(prompt_ids) - 1
+        torch_head.extend(whole[:fed], rows(0, fed))
+        drafts: Sequence[int] = ()
+        for step in taken:
+            right = 0
+            while right < min(len(drafts), step.drafted) and drafts[right] == whole[fed + 1 + right]:
+                right += 1
+            different += min(right, step.tokens) != step.accepted
+            torch_head.extend(whole[fed : fed + step.tokens], rows(fed, fed + step.tokens))
+            fed += step.tokens
+            drafts = torch_head.propose(whole[fed], width - 1, Sampling()).ids
+        steps, accepted = steps + len(taken), accepted + sum(step.accepted for step in taken)
+    print(f"width {width}: acceptance length {1 + accepted / steps:.2f}, {different} of {steps} steps differ")
+    record_property("acceptance_length", 1 + accepted / steps)
+    record_property("different", different)
+    assert different <= steps / 50  # near ties; the draft's cache is bf16, too
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("drafter", ["auto", "eagle"])
+def test_smollm2_says_the_same_with_its_head(engine: Engine, drafter: str, width: int, record_property):
+    different, accepted, steps, single_s, drafted_s = 0, 0, 0, 0.0, 0.0
+    for prompt in load_prompts(None, limit=4):
+        messages = [{"role": "user", "content": prompt.text}]
+        ids: list[list[int]] = []
+        for options in (
+            ReplyOptions(sampling=Sampling(), max_tokens=128),
+            ReplyOptions("speculative", drafter, Sampling(), 128, draft_tokens=width - 1),
+        ):
+            events = list(engine.reply(messages, options))
+            end = events[-1]
+            assert isinstance(end, Finished)
+            assert not end.error, end.error
+            ids.append([token for event in events if isinstance(event, Tokens) for token in event.ids])
+            if options.mode == "single":
+                single_s += end.usage.decode_s
+            else:
+                drafted_s += end.usage.decode_s
+                accepted, steps = accepted + end.usage.accepted, steps + end.usage.verify_steps
+        different += ids[0] != ids[1]
+    length = 1 + accepted / max(1, steps)
+    print(f"{drafter}, width {width}: acceptance length {length:.2f}, {single_s / drafted_s:.2f} times single pass")
+    record_property("different", different)
+    record_property("acceptance_length", length)
+    record_property("times_single", single_s / drafted_s)
+    assert different <= 3  # two widths round apart: after a near tie, two right replies go their own ways
+    assert length > (1.4 if width == 2 else 1.8)

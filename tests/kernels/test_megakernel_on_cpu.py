@@ -18,14 +18,15 @@ import torch
 
 from engine.packed.matrix import Matrix
 from kernels.cuda.check import Case, plan_of
+from kernels.cuda.drafting import DraftHead
 from kernels.cuda.kv_layout import cache_shape
-from kernels.cuda.loading import sm_tiles_of
+from kernels.cuda.loading import DRAFT_NORMS, sm_tiles_of
 from kernels.cuda.megakernel import DeviceSampling, _Parameters
-from kernels.cuda.plan import KernelDims
+from kernels.cuda.plan import KernelDims, plan_drafter
 from kernels.cuda.reference import Reference, draw, random_model
 from kernels.cuda.token_ring import TOKEN_ENTRY, Step, read_entries
 from tests.fake_cuda import LIBRARY_FLAGS
-from tests.kernels.tiling import tiled
+from tests.kernels.tiling import draft_tiled, tiled
 
 HERE = Path(__file__).parent / "cuda_on_cpu"
 SHARED_LIMIT = 150_000
@@ -47,10 +48,12 @@ class EmulatedGpu:
         sms: int,
         context: int = 96,
         tuning: dict[str, int] | None = None,
+        drafter: DraftHead | None = None,
     ) -> None:
-        self.dims, self.columns = dims, columns
+        self.dims, self.columns, self.drafter = dims, columns, drafter
         self.model = random_model(dims, case.kind, case.group, head=case.head, seed=3)
-        self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning)
+        drafting = plan_drafter(dims, drafter.dims, drafter.matrices, sms) if drafter else None
+        self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning, drafting)
         defines = [f"-D{name}={value}" for name, value in self.plan.constants.items()]
         library = build / "megakernel.so"
         flags = ["-std=c++17", "-O1", *LIBRARY_FLAGS, "-w", f"-I{HERE}", *defines]
@@ -66,7 +69,11 @@ class EmulatedGpu:
         heads = [vectors[f"layers.{i}.{n}"] for i in range(dims.layers) for n in ("q_norm", "k_norm") if dims.qk_norm]
         self._head_norms = np.concatenate(heads) if heads else None
         self._frequencies = self.model.inverse_frequencies
-        shape = cache_shape(dims.layers, dims.kv_heads, context + columns, dims.head_dim)
+        if drafter and drafting:
+            self._draft_weights = _aligned(draft_tiled(drafting, drafter.matrices).data)
+            self._draft_tiles = sm_tiles_of(drafting.split)
+            self._draft_norms = np.concatenate([drafter.vectors[name] for name in DRAFT_NORMS])
+        shape = cache_shape(dims.layers + bool(drafter), dims.kv_heads, context + 2 * columns, dims.head_dim)
         self._cache = torch.full(shape, float("nan"), dtype=torch.bfloat16)
         self._host = np.zeros(8 + 2 * (context + 1), np.uint64)
         self._sms, self.context = sms, context
@@ -117,6 +124,7 @@ class EmulatedGpu:
         least_match: int = 1,
         most_drafts: int = 7,
         forced_sixteenths: int = 0,
+        learned: bool = False,
     ) -> tuple[list[int], list[Step]]:
         """Ids and steps after `history`, of which all but the last token must be in the cache."""
         p, known = self._parameters(), len(history)
@@ -124,12 +132,13 @@ class EmulatedGpu:
         ids = ids[-(ids.ctypes.data // 4) % 4 :]
         ids[:known] = history
         logits = np.full((self.columns, self.dims.vocab), np.nan, np.float32)
-        candidates = np.zeros(self.columns * (self._sms + 1), np.uint64)
+        candidates = np.zeros(self.columns * (self._sms + 1) + self._sms, np.uint64)
         p.stop_ids, p.stop_count, p.ids = stop_ids.ctypes.data, len(stop), ids.ctypes.data
         p.candidates, p.columns, p.position, p.max_tokens = candidates.ctypes.data, self.columns, known - 1, count
         p.mode, p.draw_index, p.seed = 2 if way.temperature > 0 else 1, known, way.seed
         p.temperature, p.top_k, p.top_p, p.min_p = way.temperature, way.top_k, way.top_p, way.min_p
         p.least_match, p.most_drafts, p.forced_sixteenths = least_match, most_drafts, forced_sixteenths
+        p.learned = int(learned)
         if p.mode == 2:
             p.logits = logits.ctypes.data
         self._host[:] = 0
@@ -154,6 +163,10 @@ class EmulatedGpu:
         p.embed_q, p.embed_scale = address(self._embed.q), address(self._embed.scale)
         p.embed_minimum = address(self._embed.minimum)
         p.kv_layer_stride, p.kv_head_stride = self._cache.stride(0), self._cache.stride(1)
+        if self.drafter:
+            p.draft_weights, p.draft_tiles = self._draft_weights.data_ptr(), ctypes.addressof(self._draft_tiles)
+            p.draft_norms, p.draft_ids = address(self._draft_norms), address(self.drafter.target_ids)
+            p.draft_frequencies = address(self.drafter.inverse_frequencies)
         base = address(self._host)
         p.host_started, p.host_stop, p.host_report, p.host_tokens = base, base + 16, base + 24, base + 64
         p.repeat_penalty = p.top_p = 1.0

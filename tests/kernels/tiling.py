@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.packed.matrix import Matrix
-from kernels.cuda.plan import PHASES, KernelDims, Phase, phases_of, split_tiles
+from kernels.cuda.plan import Drafting, KernelDims, Phase, Split, phases_of, split_tiles
 from kernels.cuda.tiles import TiledWeights
 
 
@@ -16,19 +17,35 @@ def tiled(dims: KernelDims, matrices: Mapping[str, Matrix], sms: int = 5) -> Til
     """All matrices of a model, as the kernel streams them on a GPU of `sms` multiprocessors; gaps are 0xee."""
     phases = phases_of(dims, matrices)
     split = split_tiles(phases, dims.layers, sms)
-    weights = TiledWeights(torch.empty(0), phases, split, dims.layers)
+    return _tiled(phases, split, dims.layers, lambda name, layer: phase_rows(name, layer, dims, matrices))
+
+
+def draft_tiled(drafting: Drafting, matrices: Mapping[str, Any]) -> TiledWeights:
+    """The same of a learned drafter's matrices."""
+    parts = {"qkv": "q k v", "gate_up": "gate up"}
+
+    def rows(name: str, layer: int) -> dict[str, np.ndarray]:
+        return _joined(name, [matrices[part] for part in parts.get(name, name).split()])
+
+    return _tiled(drafting.phases, drafting.split, 1, rows)
+
+
+def _tiled(
+    phases: Mapping[str, Phase], split: Split, layers: int, rows_of: Callable[[str, int], dict[str, np.ndarray]]
+) -> TiledWeights:
+    weights = TiledWeights(torch.empty(0), phases, split, layers)
     data = np.full(split.total_bytes, 0xEE, dtype=np.uint8)
-    for name in PHASES:
-        phase, places = phases[name], weights.places(name)
-        for layer in range(1 if name == "head" else dims.layers):
-            rows = phase_rows(name, layer, dims, matrices)
+    for name, phase in phases.items():
+        places = weights.places(name)
+        for layer in range(1 if name == "head" else layers):
+            rows = rows_of(name, layer)
             for tile, (offset, layer_stride, chunk_stride) in enumerate(places):
                 units = tile_units(rows, tile, phase)
                 for chunk in range(phase.chunks):
                     piece = b"".join(units[chunk * phase.units : (chunk + 1) * phase.units])
                     at = offset + layer * layer_stride + chunk * chunk_stride
                     data[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-    return TiledWeights(torch.from_numpy(data), phases, split, dims.layers)
+    return TiledWeights(torch.from_numpy(data), phases, split, layers)
 
 
 def phase_rows(name: str, layer: int, dims: KernelDims, matrices: Mapping[str, Matrix]) -> dict[str, np.ndarray]:
@@ -39,6 +56,10 @@ def phase_rows(name: str, layer: int, dims: KernelDims, matrices: Mapping[str, M
     else:
         members = {"qkv": "q k v", "o": "o", "gate_up": "gate up", "down": "down"}[name].split()
         parts = [matrices[f"layers.{layer}.{member}"] for member in members]
+    return _joined(name, parts)
+
+
+def _joined(name: str, parts: Sequence[Matrix]) -> dict[str, np.ndarray]:
     columns = {"codes": [codes(p) for p in parts]}
     for field in ("scale", "minimum"):
         if getattr(parts[0], field) is not None:

@@ -1,0 +1,311 @@
+// A learned drafter inside the loop: an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840), one more layer with a head over a
+// vocabulary of its own, that runs after every step on what the step has just computed.
+//
+//     the step, at positions p ..:  fed     newest  draft 1  draft 2 | the features: the residual streams that enter
+//                                   choice     a       b        c    | some of the target's layers, one hop for all
+//
+//     pass 0, rows p, p + 1, ..:    fc(features of the column) and the embedding of the column's choice: keys and values of
+//                                   every kept token; the last kept column's logits give the first draft
+//     pass i, one row further:      the last pass' output in place of the features, and the last draft
+//
+// All passes run over all columns, in the machinery of a layer: from pass 1 on, the row that counts is column 0, and the
+// other columns hold what nobody looks at. Their keys lie beyond it, where later passes write. A pass' largest logit is
+// agreed on by all SMs; that orders the keys it wrote before the next pass' fetch of them, as it does between steps.
+//
+// Hops: fc and each pass count as a layer in the epochs, so the target's buffers serve here, too. Nobody is overtaken
+// from pass to pass, as every SM has a share of the head and of gate and up (plan.py sees to it).
+#pragma once
+#include "speculate.cuh"
+
+// Streams this SM's tiles of one phase; returns where the next phase's begin.
+template <class P>
+__device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTiles& tiles, const u8* source) {
+    // Chunks and batches begin a new stage, as they do for the readers.
+    constexpr int AT_ONCE = P::TILES_AT_ONCE;
+    for (int chunk = 0; chunk < P::CHUNKS; chunk++)
+        for (int left = tiles.count[P::INDEX]; left > 0; left -= AT_ONCE) {
+            const int units = min(left, AT_ONCE) * P::UNITS;
+            producer.stream<P::UNITS_PER_STAGE, P::UNIT_BYTES, true>(source, units, 1);
+            source += size_t(units) * P::UNIT_BYTES;
+        }
+    return source;
+}
+
+__device__ __forceinline__ void stream_keys(Producer& producer, const Parameters& p, int layer, const KeyShare& share) {
+    const u8* const keys = reinterpret_cast<const u8*>(p.kv + layer * p.kv_layer_stride + share.head * p.kv_head_stride +
+                                                       size_t(share.first) * (KV_BYTES / 2));
+    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, KEY_READERS);
+}
+
+#ifndef DRAFTER
+constexpr bool DRAFTS = false;
+__device__ __forceinline__ void publish_feature(const Context&, int, int, int, float) {}
+#else
+constexpr bool DRAFTS = true;
+
+// Where all SMs' best drafts meet: behind the candidates of the columns, and the drawn ids.
+__device__ __forceinline__ u64* draft_candidates(const Parameters& p) { return p.candidates + COLUMNS * (SMS + 1); }
+
+// ---- the producer
+
+// Streams what the drafter reads after a step at `position`; returns the next step's.
+__device__ __forceinline__ int produce_drafts(Producer& producer, const Parameters& p, Shared& s, int position,
+                                              u32& go_parity) {
+    const SmTiles& tiles = s.draft.tiles;
+    const u8* const end = producer.weights_end;
+    const u8* const begin = p.draft_weights + tiles.offset;
+    producer.weights_end = begin + tiles.layer_bytes + size_t(tiles.count[DHead::INDEX]) * DHead::TILE_BYTES;
+    producer.next_stream = p.weights + s.tiles.offset;
+    producer.window = LAYER_WINDOW;
+    const auto await_go = [&] {
+        barrier_wait(&s.ring.go, go_parity, WAIT_GO);
+        go_parity ^= 1;
+    };
+    const u8* const layer = stream_phase<DFc>(producer, tiles, begin);
+    int next = 0, passes = 1;
+    for (int pass = 0; pass < passes; pass++) {
+        producer.window = LAYER_WINDOW;
+        const u8* source = stream_phase<DQkv>(producer, tiles, layer);
+        if (pass > 0) await_go();  // for the last pass' keys; pass 0 reads older ones
+        const KeyShare share = key_share(blockIdx.x, pass == 0 ? position : next + pass - 1, position);
+        if (share.active) stream_keys(producer, p, LAYERS, share);
+        source = stream_phase<DOut>(producer, tiles, source);
+        source = stream_phase<DGateUp>(producer, tiles, source);
+        source = stream_phase<DDown>(producer, tiles, source);
+        if (pass == 0) {  // what was kept of the step
+            await_go();
+            next = *reinterpret_cast<volatile int*>(&s.step.position);
+            passes = *reinterpret_cast<volatile int*>(&s.draft.passes);
+        }
+        producer.window = HEAD_WINDOW;
+        stream_phase<DHead>(producer, tiles, source);
+    }
+    producer.weights_end = end;
+    producer.next_stream = begin;
+    return next;
+}
+
+// ---- the consumers
+
+// The owner of a row hands it over to fc, where it is of one of the layers that the drafter reads. at: the layer that the
+// residual stream enters; all lanes as in run_layer's sums.
+__device__ __forceinline__ void publish_feature(const Context& c, int at, int tile, int column, float x) {
+    constexpr int LAYERS_READ[] = {D_FEATURE_LAYERS};
+    int feature = -1;
+#pragma unroll
+    for (int i = 0; i < D_FEATURES; i++)
+        if (at == LAYERS_READ[i]) feature = i;
+    if (feature < 0 || !c.p.learned) return;
+    const int copy = c.lane >> 1 & 1, row = (c.tiles.first[Out::INDEX] + tile) * TILE_ROWS + (c.lane & 1) * 8;
+    u32* const packet =
+        c.p.scratch + copy * HOP_COPY + HOP_FEATURES + ((column * D_FEATURES + feature) * HIDDEN + row) / 2;
+    publish<4, larger(HOP_COPIES / 2, 1), 2>(packet, x, Epoch(c.s.step.count), c.lane, copy < HOP_COPIES);
+}
+
+// One half of qkv's input: as long as the hidden state, with a norm of its own.
+using DQkvHalf = Phase<DQkv::FORMAT, HIDDEN, DQkv::ROWS, DQkv::GROUP, 1, 1, DQkv::UNIT_BLOCKS, DQkv::UNITS_PER_STAGE,
+                       DQkv::BATCH, DQkv::MOST_TILES, DQkv::INDEX>;
+static_assert(DQkvHalf::UNITS == DQkv::UNITS && DQkvHalf::UNIT_BYTES == DQkv::UNIT_BYTES, "halves of one matrix");
+
+struct DraftPass {
+    Context& c;
+    Profile& profile;
+    const int pass;
+    const u32 layers;  // as in run_layer: of the last layer, fc or pass
+    static constexpr int SLOT = 28;  // of the profile: not told
+
+    __device__ __forceinline__ DraftState& state() const { return c.s.draft; }
+    __device__ __forceinline__ u32* hop() const { return c.p.scratch; }
+
+    // The column to read from the last pass or step, which becomes column 0.
+    __device__ __forceinline__ int real_column() const { return pass == 0 ? state().kept - 1 : 0; }
+    // The first column's row.
+    __device__ __forceinline__ int position() const {
+        return c.s.step.position + (pass == 0 ? -state().kept : pass - 1);
+    }
+
+    __device__ __forceinline__ void begin() const {
+        Shared& s = c.s;
+        if (pass == 1 && state().kept > 1)
+            for (int i = threadIdx.x; i < c.tiles.count[DOut::INDEX] * TILE_ROWS; i += CONSUMERS)
+                s.residual[i][0] = s.residual[i][state().kept - 1];
+        rotary_table(c, position(), c.p.draft_frequencies);
+        if (threadIdx.x == 0) s.share = key_share(c.sm, position(), s.step.position - state().kept);
+        c.sync();
+    }
+
+    // Publishes a row's sum in all copies, times the weight of the norm that reads it; lanes as in run_layer.
+    __device__ __forceinline__ void publish_row(int packets, int tile, int column, float x, DraftNorm norm,
+                                                Epoch epoch) const {
+        const int upper = c.lane & 1, copy = c.lane >> 1 & 1;
+        const int channel = (c.tiles.first[DOut::INDEX] + tile) * TILE_ROWS + upper * 8;
+        const float weight = state().norm_weight[norm][tile * TILE_ROWS + c.lane / 4 + upper * 8];
+        publish<4, larger(HOP_COPIES / 2, 1), 2>(hop() + copy * HOP_COPY + packets + (column * HIDDEN + channel) / 2,
+                                                 x * weight, epoch, c.lane, copy < HOP_COPIES);
+    }
+    __device__ __forceinline__ void publish_square(int squares, int tile, int column, float x, Epoch epoch) const {
+        const float square = warp_sum((c.lane >> 1 & 1) == 0 ? x * x : 0.0f);
+        const int at = squares + column * (HIDDEN / TILE_ROWS) + c.tiles.first[DOut::INDEX] + tile;
+        if (c.lane < HOP_COPIES) store_word(hop() + c.lane * HOP_COPY + at, word(square, epoch));
+    }
+    __device__ __forceinline__ float& residual(int tile, int column) const {
+        return c.s.residual[tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8][column];
+    }
+    __device__ __forceinline__ float own_row(float2 sums) const { return c.lane & 1 ? sums.y : sums.x; }
+
+    // The step's features, joined, become the hidden state that the first pass begins with.
+    __device__ __forceinline__ void fuse() const {
+        run_phase<DFc>(
+            c, profile, SLOT, [] {},
+            [&](int piece) {
+                stage_packets<DFc, false>(c, c.copy() + HOP_FEATURES, nullptr, nullptr, Epoch(c.s.step.count - 1), piece,
+                                          WAIT_HIDDEN);
+            },
+            [&](int tile, int column, float2 sums) {
+                const float x = own_row(sums);
+                publish_row(HOP_HIDDEN, tile, column, x, NORM_HIDDEN, Epoch(layers));
+                publish_square(HOP_HIDDEN_SQUARES, tile, column, x, Epoch(layers));
+                if ((c.lane >> 1 & 1) == 0) residual(tile, column) = x;
+            });
+    }
+
+    // The embedding's half is staged and multiplied first: it waits for nobody.
+    __device__ __forceinline__ void qkv(float* factors, Epoch entering, Epoch epoch) const {
+        c.forget();
+        const int tiles = c.tiles.count[DQkv::INDEX];
+        if (tiles == 0) return;
+        float* const part = c.part();
+        float* const second = part + tiles * DQkv::UNITS * PART_UNIT;
+        stage_embedding<DQkvHalf>(c, c.p.draft_norms + NORM_EMBEDDING * HIDDEN, [&](int column) {
+            return pass == 0 ? c.s.step.choice[min(column, state().kept - 1)] : state().tokens[pass - 1];
+        });
+        c.sync();
+        c.forget();
+        multiply_tiles<DQkvHalf>(c, tiles, 0, 0, part);
+        norm_of_embedding(c, state().embedding_factor);
+        c.sync();
+        c.forget();
+        stage_packets<DQkvHalf, true>(c, c.copy() + HOP_HIDDEN, c.copy() + HOP_HIDDEN_SQUARES, factors, entering, 0,
+                                      WAIT_HIDDEN);
+        c.sync();
+        c.forget();
+        multiply_tiles<DQkvHalf>(c, tiles, 0, 0, second);
+        c.sync();
+        c.forget();
+        for (int item = c.warp; item < tiles * COLUMNS; item += WARPS) {
+            const int tile = item / COLUMNS, column = item % COLUMNS, quarter = c.lane & 3;
+            const float2 e = tile_sums<DQkvHalf>(part, tiles, tile, column, c.lane);
+            const float2 h = tile_sums<DQkvHalf>(second, tiles, tile, column, c.lane);
+            const int row = (c.tiles.first[DQkv::INDEX] + tile) * TILE_ROWS + c.lane / 4 + quarter * 8;
+            const float of_e = state().embedding_factor[column], of_h = factors[column];
+            float x = quarter ? e.y * of_e + h.y * of_h : e.x * of_e + h.x * of_h;
+            if (row < HEADS * HEAD_DIM) x *= D_QUERY_SCALE;  // 1 / sqrt(HEAD_DIM), over what attention() multiplies by
+            if (quarter < 2) store_word(hop() + HOP_QKV + column * QKV_ROWS_TOTAL + row, word(x, epoch));
+        }
+    }
+
+    // From the fused or the last pass' hidden state, epoch layers - 1, to the next one. Returns this thread's best draft.
+    __device__ __forceinline__ u64 run() const {
+        const Epoch epoch(layers);
+        float(*const factors)[COLUMNS] = c.s.factor[layers & 1];
+        const auto nothing = [] {};
+        qkv(factors[NORM_QKV], Epoch(layers - 1), epoch);
+        attention(c, profile, LAYERS, position(), epoch);
+        run_phase<DOut>(
+            c, profile, SLOT, nothing, [&](int) { AttentionInput<DOut>(c, c.s.share.splits, epoch).stage(); },
+            [&](int tile, int column, float2 sums) {
+                float& kept = residual(tile, column);
+                const float x = kept + own_row(sums);
+                publish_row(HOP_MIDDLE, tile, column, x, NORM_MLP, epoch);
+                publish_square(HOP_MIDDLE_SQUARES, tile, column, x, epoch);
+                if ((c.lane >> 1 & 1) == 0) kept = x;
+            });
+        run_phase<DGateUp>(
+            c, profile, SLOT, nothing,
+            [&](int) {
+                stage_packets<DGateUp, true>(c, c.copy() + HOP_MIDDLE, c.copy() + HOP_MIDDLE_SQUARES,
+                                             factors[NORM_GATE_UP], epoch, 0, WAIT_HIDDEN);
+            },
+            [&](int tile, int column, float2 sums) {
+                const float factor = factors[NORM_GATE_UP][column], gate = sums.x * factor, up = sums.y * factor;
+                const int channel = (c.tiles.first[DGateUp::INDEX] + tile) * PACKET, copy = c.lane & 3;
+                u32* const packet = hop() + copy * HOP_COPY + HOP_GATED + (column * D_INTERMEDIATE + channel) / 2;
+                publish<4, larger(HOP_COPIES / 4, 1), 4>(packet, __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, c.lane,
+                                                         copy < HOP_COPIES);
+            });
+        const int real = real_column();
+        run_phase<DDown>(
+            c, profile, SLOT, nothing,
+            [&](int piece) {
+                stage_packets<DDown, false>(c, c.copy() + HOP_GATED, nullptr, nullptr, epoch, piece, WAIT_HIDDEN);
+            },
+            [&](int tile, int column, float2 sums) {
+                // The column that counts comes first from here on; the others follow in turn.
+                const int to = column >= real ? column - real : column - real + COLUMNS;
+                float& kept = residual(tile, column);
+                const float x = kept + own_row(sums);
+                publish_row(HOP_DRAFT, tile, to, x, NORM_FINAL, epoch);
+                publish_row(HOP_HIDDEN, tile, to, x, NORM_HIDDEN, epoch);
+                publish_square(HOP_HIDDEN_SQUARES, tile, to, x, epoch);
+                if ((c.lane >> 1 & 1) == 0) kept = x;
+            });
+        u64 best = 0;
+        run_phase<DHead>(
+            c, profile, SLOT, nothing,
+            [&](int) {
+                stage_packets<DHead, true>(c, c.copy() + HOP_DRAFT, c.copy() + HOP_HIDDEN_SQUARES, factors[NORM_HEAD], epoch,
+                                           0, WAIT_HIDDEN);
+            },
+            [&](int tile, int column, float2 sums) {
+                const int row = tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8;
+                if (column != 0 || c.lane & 2 || c.tiles.first[DHead::INDEX] * TILE_ROWS + row >= D_VOCAB) return;
+                const u64 mine = candidate(own_row(sums) * factors[NORM_HEAD][0], state().target_ids[row]);
+                best = mine > best ? mine : best;
+            });
+        return best;
+    }
+
+    // All SMs agree on the draft.
+    __device__ __forceinline__ void choose(u64 best) const {
+        best = warp_largest(best);
+        if (c.lane == 0) c.s.best[c.warp] = best;
+        c.sync();
+        if (c.warp == 0) {
+            best = warp_largest(c.lane < WARPS ? c.s.best[c.lane] : 0);
+            const Largest all = largest_of_all(draft_candidates(c.p), best, layers & CANDIDATE_TAG, c.s.stop_asked);
+            if (c.lane == 0) {
+                state().tokens[pass] = candidate_id(all.word);
+                if (pass + 1 < state().passes) Speculation{c.p, c.s}.let_producer_go_on();
+            }
+        }
+        c.sync();
+    }
+};
+
+// After a step: the drafter catches up with it and, unless the lookup has drafted, drafts the next one. Out of line, and
+// what lives on travels in shared memory: what a call leaves in registers is spilled in the layers.
+__device__ __noinline__ void draft(const Parameters* p, Shared* s, Profile profile) {
+    sync_consumers();
+    u8* const slots = dynamic_shared_memory();
+    Context c{*p, *s, slots, slots + STAGES * STAGE_BYTES, s->draft.tiles, s->draft.cursor};
+    const int passes = s->draft.passes;
+    u32 layers = s->draft.layers + 1;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass++) {
+        const DraftPass before{c, profile, pass, layers};
+        before.begin();
+        if (pass == 0) before.fuse();
+        layers++;
+        const DraftPass now{c, profile, pass, layers};
+        now.choose(now.run());
+    }
+    const int count = Speculation{*p, *s}.most_drafts();
+    if (!s->stop && s->step.drafted == 0 && count > 0) {
+        if (int(threadIdx.x) < count) s->step.tokens[1 + threadIdx.x] = s->draft.tokens[threadIdx.x];
+        c.sync();
+        if (threadIdx.x == 0) s->step.drafted = count, s->step.match = 0;
+    }
+    if (threadIdx.x == 0) s->draft.cursor = c.cursor, s->draft.layers = layers;
+    c.sync();
+}
+#endif
