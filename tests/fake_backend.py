@@ -157,7 +157,8 @@ class FakeStream:
 
 
 class FakeSpeculativeBackend(FakeLoopBackend):
-    """Implements SpeculativeLoop, too: its steps draft what followed the last token's latest occurrence."""
+    """Implements SpeculativeLoop, too: its steps draft what followed the last token's latest occurrence; a held head
+    drafts what `guess` says."""
 
     loop_widths: tuple[int, ...] = (2, 4, 8)
     head_widths: tuple[int, ...] = ()
@@ -166,6 +167,8 @@ class FakeSpeculativeBackend(FakeLoopBackend):
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
         self.loops: list[int] = []  # the width of every speculative loop
+        self.learned: list[int] = []  # of those with a head
+        self.guess: Callable[[Sequence[int], int], list[int]] = lambda history, count: []
 
     def can_speculate(self, sampling: Sampling) -> bool:
         return sampling.repeat_penalty == 1.0
@@ -188,12 +191,16 @@ class FakeSpeculativeBackend(FakeLoopBackend):
     ) -> FakeSpeculativeStream:
         assert width in (self.head_widths if learned else self.loop_widths)
         assert self.can_speculate(sampling)
-        self.loops.append(width)
-        return FakeSpeculativeStream(self, token, sampling, max_tokens, stop_ids, list(history), width, most_drafts)
+        (self.learned if learned else self.loops).append(width)
+        guess = self.guess if learned and least_match > 1 else None
+        return FakeSpeculativeStream(
+            self, token, sampling, max_tokens, stop_ids, list(history), width, most_drafts, guess
+        )
 
 
 class FakeSpeculativeStream(FakeStream):
-    def __init__(self, backend, token, sampling, max_tokens, stop_ids, history, width, most_drafts) -> None:
+    def __init__(self, backend, token, sampling, max_tokens, stop_ids, history, width, most_drafts, guess) -> None:
+        self._guess = guess
         self._width, self._most = width, width - 1 if most_drafts is None else min(most_drafts, width - 1)
         super().__init__(backend, token, sampling, max_tokens, stop_ids, history)
 
@@ -204,6 +211,8 @@ class FakeSpeculativeStream(FakeStream):
             earlier = [i for i, known in enumerate(history[:-1]) if known == history[-1]]
             room = min(self._most, max_tokens - done - 1)
             draft = history[earlier[-1] + 1 :][:room] if earlier else []
+            if self._guess:
+                draft = self._guess(history, room)
             clock += backend.step_seconds * (1 + backend.row_cost * (self._width - 1))
             kept = 0
             try:
@@ -220,7 +229,7 @@ class FakeSpeculativeStream(FakeStream):
             accepted = sum(1 for a, b in zip(draft, history[-kept:], strict=False) if a == b)
             ids += history[-kept:]
             seconds += [clock] * kept
-            steps.append(LoopStep(kept, len(draft), accepted, evidence=int(bool(draft))))
+            steps.append(LoopStep(kept, len(draft), accepted, evidence=int(bool(draft and not self._guess))))
             done += kept
             if len(steps) == backend.batch or over:
                 yield TokenBatch(ids, seconds, steps=steps)

@@ -22,6 +22,7 @@ from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaError, Driver, MappedMemory, Module, NotResident
+from kernels.cuda.plan import Unsupported
 from kernels.cuda.token_ring import TOKEN_ENTRY, KernelStopped, Step, read_entries
 from tests.fake_cuda import FakeLibcuda
 from tests.synthetic import small_config, write_random_packed
@@ -217,6 +218,82 @@ def test_a_speculative_stream_tells_its_steps(backend: CudaBackend, megakernel: 
     assert backend.position == 1 + 3
     list(backend.stream_speculative(7, **options, history=[1, 4, 5, 6, 7], width=8, most_drafts=2))
     assert megakernel.streamed["most_drafts"] == 2
+
+
+class FakeDrafts:
+    """A head's cache that only counts: every token follows on, and the last one waits for the next."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.said: list[Any] = []
+
+    def extend(self, tokens, start, features) -> None:
+        if start == self.position:
+            self.position += len(tokens)
+            assert {layer: rows.shape for layer, rows in features.items()} == {
+                layer: (len(tokens), CONFIG.hidden_size) for layer in features
+            }
+            self.said.append((start, len(tokens), sorted(features)))
+
+    def complete(self, token: int) -> None:
+        self.said.append(token)
+
+    def truncate(self, position: int) -> None:
+        self.position = min(self.position, position)
+
+    def took(self, position: int) -> None:
+        self.position = position
+
+
+def holding(backend: CudaBackend, megakernel: FakeMegakernel, drafts: FakeDrafts) -> None:
+    megakernel.hold_drafter = lambda head: drafts  # type: ignore[attr-defined]
+    megakernel.draft_widths = (2, 4)  # type: ignore[attr-defined]
+    megakernel.compile = lambda width: None  # type: ignore[attr-defined]
+    backend.hold_head(SimpleNamespace(dims=SimpleNamespace(feature_layers=(1, 2))))  # type: ignore[arg-type]
+
+
+def learned(backend: CudaBackend, history: Sequence[int], width: int = 4) -> None:
+    options: dict[str, Any] = {"sampling": Sampling(), "max_tokens": 50, "stop_ids": STOP}
+    list(backend.stream_speculative(history[-1], **options, history=history, width=width, least_match=4, learned=True))
+
+
+def test_a_held_head_follows_the_steps_and_its_loops(backend: CudaBackend, megakernel: FakeMegakernel):
+    drafts = FakeDrafts()
+    backend.step([1, 4])
+    assert backend.head_widths == ()
+    holding(backend, megakernel, drafts)
+    assert backend.head_widths == (2, 4)
+    assert drafts.said == []  # it trails
+    history = [1, 4, *range(10, 50)]
+    output = backend.step(history[2:-1], features=[2])
+    assert list(output.features) == [2]
+    assert drafts.said == []
+    learned(backend, history)  # brought up to date: the prompt is fed again
+    assert drafts.said == [(0, 41, [1, 2]), 49]
+    assert (megakernel.streamed["learned"], megakernel.streamed["least_match"]) == (True, 4)
+    assert drafts.position == backend.position == 41 + 3
+    backend.step([7, 8])
+    assert drafts.said[2:] == [(44, 2, [1, 2])]  # and from here on it follows
+    backend.step([9], logits="last")
+    list(stream(backend, [0] * 47 + [3]))  # single passes leave it behind
+    assert (drafts.position, backend.position) == (47, 50)
+    learned(backend, [5] * 50 + [6], width=2)
+    assert drafts.said[3:] == [(46, 1, [1, 2]), (47, 3, [1, 2]), 6]
+    backend.truncate(20)
+    assert drafts.position == 20
+    with pytest.raises(ValueError, match="no speculative loop of 8 tokens"):
+        learned(backend, [1] * 21, width=8)
+
+
+def test_a_head_that_the_kernel_does_not_run_is_one_line(backend: CudaBackend, megakernel: FakeMegakernel):
+    def refuse(head: Any) -> None:
+        raise Unsupported("a drafter's heads and epsilon (2, 1) are not the model's")
+
+    megakernel.hold_drafter = refuse  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match="does not run this drafter: a drafter's heads"):
+        backend.hold_head(SimpleNamespace(dims=None))  # type: ignore[arg-type]
+    assert backend.head_widths == ()
+    assert backend.step([1, 2]).logits.shape[0] == 2
 
 
 def test_what_the_speculative_loop_cannot_do_is_refused(megakernel: FakeMegakernel):

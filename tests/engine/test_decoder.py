@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ import tokenizers
 
 from engine import decoder as decoder_module
 from engine.decoder import DecodeOptions, Decoder
+from engine.drafting import draft_length
 from engine.drafting.base import Draft
+from engine.drafting.loop_head import LoopHead
 from engine.drafting.ngram import NgramDrafter
 from engine.errors import DrafterError
 from engine.events import Event, Finished, Note, Prefilled, PrefillProgress, Tokens
@@ -593,6 +596,82 @@ def test_a_drafter_with_features_that_does_not_pay_makes_room_for_its_fallback(k
     other = list(range(100, 140))
     list(decoder.generate(other, DecodeOptions(max_tokens=2, drafter=drafter, fallback=fallback)))
     assert drafter.tokens[:40] == other
+
+
+def oracle(logits) -> Callable[[Sequence[int], int], list[int]]:
+    """A head that knows what the target will say."""
+
+    def guess(history: Sequence[int], count: int) -> list[int]:
+        tokens = list(history)
+        for _ in range(count):
+            tokens.append(int(logits(tokens).argmax()))
+        return tokens[len(history) :]
+
+    return guess
+
+
+def head_options(**changes: Any) -> DecodeOptions:
+    values: dict[str, Any] = {"max_tokens": 200, "stop_ids": frozenset(), "fallback": NgramDrafter()}
+    return DecodeOptions(**values | changes)
+
+
+def holding(
+    backend: FakeSpeculativeBackend, guess: Callable[[Sequence[int], int], list[int]]
+) -> FakeSpeculativeBackend:
+    backend.head_widths, backend.guess = (2, 4, 8), guess
+    return backend
+
+
+def test_a_head_in_the_loop_drafts_the_whole_reply(tokenizer, simulated):
+    logits = hashed_logits(259)
+    backend = simulated(holding(FakeSpeculativeBackend(logits, context_size=600), oracle(logits)))
+    decoder, head = Decoder(backend, tokenizer), LoopHead("auto", backend.head_widths, lookup=True)
+    events = list(decoder.generate(PROMPT, head_options(drafter=head)))
+    usage = end_of(events).usage
+    assert ids_of(events) == by_hand(PROMPT, Sampling(), 200, frozenset(), logits=logits)
+    assert (backend.learned, backend.loops, notes_of(events)) == ([4], [], [])
+    single = decoder_module.MEASURED_STEPS  # once, to compare with
+    assert usage.verify_steps == usage.decode_steps - single
+    assert usage.accepted == 3 * (200 - 1 - single) // 4
+    assert usage.decode_bytes > usage.decode_steps * 1000 + usage.verify_steps * 3000
+    following = list(decoder.generate(PROMPT, head_options(drafter=head)))
+    assert end_of(following).usage.decode_steps == 50
+    for drafts, width in ((1, 2), (3, 4), (5, 8), (9, 8)):
+        list(decoder.generate(PROMPT, head_options(drafter=head, draft_tokens=drafts, max_tokens=9)))
+        assert backend.learned[-1] == width
+
+
+def test_a_head_that_does_not_pay_makes_room_for_lookup(tokenizer, simulated):
+    backend = simulated(
+        holding(FakeSpeculativeBackend(never_258, context_size=800), lambda known, count: [258] * count)
+    )
+    backend.row_cost = 0.15
+    decoder, head = Decoder(backend, tokenizer), LoopHead("eagle", backend.head_widths, lookup=False)
+    options = head_options(drafter=head)
+    events = list(decoder.generate(PROMPT, options))
+    assert ids_of(events) == by_hand(PROMPT, Sampling(), 200, frozenset(), logits=never_258)
+    assert backend.learned == [4]
+    usage = end_of(events).usage
+    assert usage.verify_steps < 30
+    assert usage.decode_s < 1.06 * 0.01 * 199
+    # Now and then it is tried again.
+    for _ in range(draft_length.PROBE_REPLIES - 1):
+        list(decoder.generate(PROMPT, options))
+    assert backend.learned == [4]
+    list(decoder.generate(PROMPT, options))
+    assert backend.learned == [4, 4]
+
+
+def test_with_a_repeat_penalty_lookup_drafts_instead_of_the_head(tokenizer):
+    logits = hashed_logits(259, repeats=0.9)
+    backend = holding(FakeSpeculativeBackend(logits), oracle(logits))
+    head = LoopHead("auto", backend.head_widths, lookup=True)
+    events = list(
+        Decoder(backend, tokenizer).generate(PROMPT, head_options(sampling=SAMPLED, drafter=head, max_tokens=100))
+    )
+    assert ids_of(events) == by_hand(PROMPT, SAMPLED, 100, frozenset(), logits=logits)
+    assert backend.learned == []
+    assert notes_of(events) == ["The learned head does not draft with a repeat penalty: prompt lookup does"]
 
 
 def test_draft_marks_and_counts_by_position(tokenizer):

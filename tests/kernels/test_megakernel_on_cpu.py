@@ -132,7 +132,7 @@ class EmulatedGpu:
         ids = ids[-(ids.ctypes.data // 4) % 4 :]
         ids[:known] = history
         logits = np.full((self.columns, self.dims.vocab), np.nan, np.float32)
-        candidates = np.zeros(self.columns * (self._sms + 1) + self._sms, np.uint64)
+        self.candidates = candidates = np.zeros(self.columns * (self._sms + 1) + self._sms, np.uint64)
         p.stop_ids, p.stop_count, p.ids = stop_ids.ctypes.data, len(stop), ids.ctypes.data
         p.candidates, p.columns, p.position, p.max_tokens = candidates.ctypes.data, self.columns, known - 1, count
         p.mode, p.draw_index, p.seed = 2 if way.temperature > 0 else 1, known, way.seed

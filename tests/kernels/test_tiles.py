@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,12 @@ from engine.backends.cuda import kernel_dims
 from engine.packed.matrix import Storage
 from engine.packed.tensors import tensor_shapes
 from kernels.cuda import plan
-from kernels.cuda.driver import Driver
-from kernels.cuda.loading import load_weights
+from kernels.cuda.check import Stored
+from kernels.cuda.drafting import DraftHead
+from kernels.cuda.driver import Driver, Module
+from kernels.cuda.loading import DRAFT_NORMS, load_drafter, load_weights
 from tests.fake_cuda import FakeLibcuda, emulator
-from tests.kernels.tiling import tiled
+from tests.kernels.tiling import draft_tiled, tiled
 from tests.synthetic import random_matrix, small_config
 
 SMS = 5
@@ -56,3 +59,48 @@ def test_retile(storage: Storage, monkeypatch: pytest.MonkeyPatch):
     driver, cpu = Driver(FakeLibcuda(sm_count=SMS, launch=launch)), torch.device("cpu")
     loaded = load_weights(dims, matrices, vectors, config.rope_inverse_frequencies(), phases, split, driver, cpu)
     assert np.array_equal(loaded.tiled.data.numpy(), tiled(dims, matrices, SMS).data.numpy())
+
+
+def test_retile_of_a_drafter(monkeypatch: pytest.MonkeyPatch):
+    launch = emulator()
+    if launch is None:
+        pytest.skip("no g++ to run the kernels on the CPU")
+    config = small_config("llama", hidden_size=384, head_dim=64, num_heads=6, num_kv_heads=2, num_layers=2)
+    dims, rng = kernel_dims(config), np.random.default_rng(1)
+    draft = plan.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
+    shapes = {"fc": (384, 768), "q": (384, 768), "k": (128, 768), "v": (128, 768), "o": (384, 384)}
+    shapes |= {"gate": (256, 384), "up": (256, 384), "down": (384, 256), "head": (107, 384)}
+    stored = {"head": Storage("int4", 32, symmetric=False), "o": Storage("bf16")}
+    matrices = {n: random_matrix(n, *shape, stored.get(n, Storage("int8", 32)), rng) for n, shape in shapes.items()}
+    vectors = {name: np.full(384, i, np.float32) for i, name in enumerate(DRAFT_NORMS)}
+    head = DraftHead(draft, matrices, vectors, np.ones(32, np.float32), np.arange(107))
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
+    drafting = plan.plan_drafter(dims, draft, matrices, 3)
+    kernel = Module(Driver(FakeLibcuda(sm_count=3, launch=launch)), b"").kernel("retile")
+    loaded = load_drafter(head, drafting, kernel, torch.device("cpu"))
+    assert np.array_equal(loaded.tiled.data.numpy(), draft_tiled(drafting, matrices).data.numpy())
+    assert loaded.norms.reshape(4, 384)[:, 0].tolist() == [0, 1, 2, 3]
+    tiles = np.frombuffer(loaded.sm_tiles.numpy().tobytes(), np.int32)
+    assert tiles[:10].tolist() == [*drafting.split.first[0], *drafting.split.count[0]]
+
+
+def test_drafters_that_the_kernel_does_not_run():
+    dims = kernel_dims(small_config("llama", hidden_size=384, head_dim=64, num_heads=6, num_kv_heads=2, num_layers=2))
+    good = plan.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
+    shapes = {"fc": (384, 768), "q": (384, 768), "k": (128, 768), "v": (128, 768), "o": (384, 384)}
+    shapes |= {"gate": (256, 384), "up": (256, 384), "down": (384, 256), "head": (107, 384)}
+    matrices = {name: Stored("int8", 32, *shape) for name, shape in shapes.items()}
+    assert plan.plan_drafter(dims, good, matrices, 7).split.count[0] == [5, 3, 5, 3, 1]
+    for bad, sms, words in (
+        (replace(good, heads=4), 3, "heads and epsilon"),
+        (replace(good, rms_norm_eps=1e-3), 3, "heads and epsilon"),
+        (replace(good, feature_layers=(0, 2)), 3, r"at layers \(0, 2\)"),
+        (replace(good, feature_layers=(2, 2)), 3, r"at layers \(2, 2\)"),
+        (replace(good, feature_layers=(1,)), 3, "fc has 768 input channels"),
+        (good, 8, "107 tokens and 256 channels on 8"),
+    ):
+        with pytest.raises(plan.Unsupported, match=words):
+            plan.plan_drafter(dims, bad, matrices, sms)
