@@ -104,7 +104,7 @@ def load_drafter(path: Path, model: PackedModel) -> EagleHead:
 
 def stored_matrices(path: Path, head: EagleHead) -> dict[str, Matrix]:
     """The matrices of the head that was loaded from `path`, by name ("fc", "q", ...): of flint's own file as they are
-    stored; of another one in int8."""
+    stored; of another one in int8, or in bf16 where no group of 32 fits."""
     found: dict[str, Matrix] = {}
     tensors: dict[str, np.ndarray] = {}
     if path.is_file():
@@ -117,8 +117,11 @@ def stored_matrices(path: Path, head: EagleHead) -> dict[str, Matrix]:
             if name + ".q" in tensors:
                 parts = (tensors[name + ".q"], tensors[name + ".scale"], tensors.get(name + ".minimum"))
                 found[name] = _matrix(name, *parts)
-            else:
+            elif parameter.shape[1] % GROUP == 0:
                 found[name] = quantize_int8(parameter.detach().float().cpu().numpy(), GROUP)
+            else:
+                bits = parameter.detach().to(torch.bfloat16).cpu().view(torch.int16).numpy().view(np.uint16)
+                found[name] = Matrix(name, "bf16", bits.shape[0], bits.shape[1], 0, bits, None, None)
     return found
 
 
