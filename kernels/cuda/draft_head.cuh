@@ -275,7 +275,9 @@ struct DraftPass {
             const Largest all = largest_of_all(draft_candidates(c.p), best, layers & CANDIDATE_TAG, c.s.stop_asked);
             if (c.lane == 0) {
                 state().tokens[pass] = candidate_id(all.word);
-                if (pass + 1 < state().passes) Speculation{c.p, c.s}.let_producer_go_on();
+                // Also after the last pass: nobody waits before the next step's pass 0 fetches the keys of this one's.
+                fence_for_copies();
+                if (pass + 1 < state().passes) barrier_arrive(&c.s.ring.go);
             }
         }
         c.sync();

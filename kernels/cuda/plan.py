@@ -191,9 +191,10 @@ def draft_phases(
 ) -> dict[str, Phase]:
     """The phases of a learned drafter for a model of shape `dims`, from its matrices: "fc", "q", "k", "v", "o", "gate",
     "up", "down", "head". Raises Unsupported."""
-    own = (draft.heads, draft.kv_heads, draft.head_dim, draft.rms_norm_eps)
-    if own != (dims.heads, dims.kv_heads, dims.head_dim, dims.rms_norm_eps):
-        raise Unsupported(f"a drafter's heads and epsilon {own} are not the model's")
+    own, epsilon = (draft.heads, draft.kv_heads, draft.head_dim), draft.rms_norm_eps
+    same = math.isclose(epsilon, dims.rms_norm_eps, rel_tol=1e-4)  # a GGUF file has it in single precision
+    if own != (dims.heads, dims.kv_heads, dims.head_dim) or not same:
+        raise Unsupported(f"a drafter's heads {own} and epsilon {epsilon} are not the model's")
     read = draft.feature_layers
     if not read or len(set(read)) < len(read) or any(not 0 < layer <= dims.layers for layer in read):
         raise Unsupported(f"a drafter that reads the model at layers {draft.feature_layers}")
