@@ -160,6 +160,14 @@ class Engine:
         self._drafters[name] = Concert(NgramDrafter(), learned) if name == "auto" else learned
         return self._drafters[name], ngram
 
+    def most_drafts(self, name: str) -> int:
+        """Drafts that one step can hold with the drafter called `name`. Raises as `drafters`."""
+        drafter, _ = self.drafters(name)
+        loop_widths: tuple[int, ...] = getattr(self.backend, "loop_widths", ())
+        if loop_widths and drafter.name == "ngram":  # the backend's loop looks drafts up itself
+            return loop_widths[-1] - 1
+        return drafter.max_draft
+
     def _hold_head(self, name: str, path: Path) -> Drafter | None:
         """The head inside the backend's loop, where that can be."""
         hold = getattr(self.backend, "hold_head", None)

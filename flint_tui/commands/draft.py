@@ -184,20 +184,21 @@ def evaluate(
     from engine.drafting.prompts import load_prompts
     from engine.loading import ReplyOptions, open_engine
     from engine.sampling import Sampling
+    from flint_tui.commands.bench_spec import held
 
     chosen = load_prompts(prompts, limit=limit)
     domains = list(dict.fromkeys(prompt.domain for prompt in chosen))
     engine = open_engine(model, backend, threads, notify=lambda line: typer.echo(line, err=True))
-    options = ReplyOptions(
-        mode="speculative",
-        drafter=drafter,
-        sampling=Sampling(temperature=temperature, seed=seed),
-        max_tokens=max_tokens,
-        draft_tokens=draft_tokens,
-    )
     answers = []
     try:
-        engine.drafters(drafter)  # else all would be answered without one
+        draft_tokens = held(engine, drafter, draft_tokens)
+        options = ReplyOptions(
+            mode="speculative",
+            drafter=drafter,
+            sampling=Sampling(temperature=temperature, seed=seed),
+            max_tokens=max_tokens,
+            draft_tokens=draft_tokens,
+        )
         with _progress("answering") as report:
             for answered in answer(engine, chosen, options, draft_tokens):
                 answers.append(answered)

@@ -107,38 +107,86 @@ def test_the_paths_of_the_documentation_exist() -> None:
     assert all((root / path).is_file() for path in paths), paths
 
 
-def test_spec_compares_the_modes_by_domain_and_fails_where_an_answer_differs(
-    engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def spec(engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs `flint bench spec` on six prompts, with more arguments; the engine opened anew."""
     monkeypatch.setenv("COLUMNS", "80")
     engine.backend._logits = hashed_logits(259, repeats=0.9)
     prompts = tmp_path / "prompts.jsonl"
     lines = ['{"domain": "summarise", "text": "again and again and again"}'] * 5 + ['{"text": "two two two two"}']
     prompts.write_text("\n".join(lines))
-    common = ("bench", "spec", "--prompts", str(prompts), "-n", "24", "-r", "2", "--draft-tokens", "3")
-    result = flint(*common, "--json")
+
+    def run(*arguments: str):
+        engine.decoder.truncate(0)  # the command before closed it
+        return flint("bench", "spec", "--prompts", str(prompts), "-n", "24", "-r", "2", *arguments)
+
+    return run
+
+
+def answers_of(printed: str) -> list[str]:
+    """The last row of the last table."""
+    return printed.rstrip().splitlines()[-1].split()
+
+
+def test_spec_compares_the_modes_by_domain(spec, tmp_path: Path) -> None:
+    result = spec("--draft-tokens", "3", "--json")
     assert result.code == 0, result.stderr
     out = json.loads(result.stdout)
     assert [row["domain"] for row in out["domains"]] == ["summarise", "all", "total"]
     assert [row["equal"] for row in out["domains"]] == [5, 1, 6]
+    assert out["domains"][2]["largest_gap"] is None
     assert [len(pair["single"]) for pair in out["prompts"]] == [2] * 6
-    engine.decoder.truncate(0)  # the command closed it
-    shown = flint(*common)
+    shown = spec("--draft-tokens", "3")
     assert shown.code == 0, shown.stderr
     table = shown.stdout
     assert "speculative" in table
+    assert answers_of(table) == ["total", "6/6", "0", "-", "0"]
     assert max(map(len, table.splitlines())) <= 80
     assert "…" not in table
+    assert "near tie" not in shown.stderr
+    assert flint("bench", "spec", "--prompts", str(tmp_path / "absent.jsonl")).code == 2
 
-    engine.decoder.truncate(0)
+
+@pytest.mark.parametrize(("apart", "code"), [(0.01, 0), (3.0, 1)])
+def test_spec_tells_near_ties_and_fails_where_an_answer_differs(
+    engine, spec, monkeypatch: pytest.MonkeyPatch, apart: float, code: int
+) -> None:
     honest = engine.backend.step
 
-    def broken(tokens, **options):
+    def rounding(tokens, **options):
         output = honest(tokens, **options)
-        if len(output.logits) > 1:  # a verify step
-            output.logits[0] = -output.logits[0]
+        for row in output.logits:
+            second, first = row.argsort()[-2:]
+            row[second] = row[first] - apart
+            if len(output.logits) > 1:  # a verify step
+                row[[first, second]] = row[[second, first]]
         return output
 
-    monkeypatch.setattr(engine.backend, "step", broken)
-    assert flint(*common, "--json").code == 1
-    assert flint("bench", "spec", "--prompts", str(tmp_path / "absent.jsonl")).code == 2
+    monkeypatch.setattr(engine.backend, "step", rounding)
+    result = spec("--draft-tokens", "3", "--json")
+    assert result.code == code
+    every = json.loads(result.stdout)["domains"][-1]
+    differing = every["different"] if code else every["near_ties"]
+    assert differing > 0
+    assert every["equal"] + differing == 6
+    assert every["largest_gap"] == pytest.approx(apart, abs=1e-5)
+    said = f"flint: {differing} of 6 "
+    assert said + ("greedy answers differ" if code else "answers part at a near tie") in result.stderr
+    assert ("largest gap 3 logits" in result.stderr) == bool(code)
+    shown = spec("--draft-tokens", "3")
+    assert shown.code == code
+    ties, different = ("0", str(differing)) if code else (str(differing), "0")
+    assert answers_of(shown.stdout) == ["total", f"{6 - differing}/6", ties, f"{apart:.2g}", different]
+
+
+def test_more_drafts_than_a_step_holds_are_told(engine, spec) -> None:
+    engine.backend.loop_widths = (2, 4, 8)
+    result = spec("--draft-tokens", "15", "--json")
+    assert "a step of the fake backend holds 7 drafts: --draft-tokens 15 is taken as 7" in result.stderr
+    assert json.loads(result.stdout)["draft_tokens"] == 7
+    assert "holds" not in spec("--draft-tokens", "7").stderr
+
+
+def test_a_drafter_that_is_not_there_is_no_measurement(spec) -> None:
+    result = spec("--drafter", "eagle")
+    assert (result.code, result.error) == (1, "scripted has no learned drafter")
