@@ -177,7 +177,13 @@ struct Context {
     __device__ __forceinline__ float* part() const { return reinterpret_cast<float*>(arena + X_BYTES); }
     __device__ __forceinline__ void sync() const { sync_consumers(); }
     // The copy of the hops' buffers that this SM reads.
-    __device__ __forceinline__ const u32* copy() const { return p.scratch + sm % HOP_COPIES * HOP_COPY; }
+    __device__ __forceinline__ const u32* copy() const {
+#ifdef DRAFTER  // a pointer that lives through a step is spilled in its layers
+        return p.scratch + opaque(sm) % HOP_COPIES * HOP_COPY;
+#else
+        return p.scratch + sm % HOP_COPIES * HOP_COPY;
+#endif
+    }
 };
 
 #ifdef PROFILE

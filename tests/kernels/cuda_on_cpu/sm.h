@@ -308,6 +308,8 @@ inline void give_up(int where) {
     for (;;) yield();
 }
 
+inline void nothing_follows() {}
+
 // ---- launch
 
 inline void (*entry)();
