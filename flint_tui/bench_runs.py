@@ -30,9 +30,11 @@ Say = Callable[[str], None]
 
 
 def run_quick(
-    engine: Engine, cancel: threading.Event, say: Say, single: bool = False
+    engine: Engine, cancel: threading.Event, say: Say, single: bool = False, done: Say = lambda text: None
 ) -> tuple[BenchResult, Conditions]:
-    """The app's quick benchmark on an opened engine, kept where the app keeps its own."""
+    """The app's quick benchmark on an opened engine, kept where the app keeps its own.
+
+    say: told what runs. done: told what each test came to."""
     opened = OpenedEngine(engine)
     if single:
         opened.facts = replace(opened.facts, verify_width=1)
@@ -41,6 +43,7 @@ def run_quick(
     for event in quick_bench(opened, cancel):
         if isinstance(event, BenchRow):
             rows.append(event)
+            done(f"{event.test}: {event.mean:.1f} tok/s")
         else:
             complete = event.done == event.total
             say(f"{event.text}  {event.done}/{event.total}")
@@ -73,8 +76,9 @@ def run_compare(
     threads: int | None,
     say: Say,
     note: Say,
+    answered: Say,
 ) -> Outcome:
-    """A comparison on the machine as it is."""
+    """A comparison on the machine as it is. say, note, answered: the listeners of engine.bench.compare.run."""
     packed = open_model(model, notify=note)
     if gguf is None and model is not None and model.lower().endswith(".gguf"):
         gguf = Path(model)
@@ -96,7 +100,7 @@ def run_compare(
             return None
         return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2)
 
-    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say, note)
+    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say, note, answered)
     on_cpu = [result for result in outcome.measured() if result.place == "cpu"]
     if on_cpu:
         rates = [(result.bytes_per_token or 0.0) * max(result.samples) / 1e9 for result in on_cpu]

@@ -40,6 +40,11 @@ class Arm:
 FLINT_ARMS = tuple(f"{backend}-{mode}" for backend in ("cuda", "cpu", "torch") for mode in ("single", "speculative"))
 PEERS = ("torch-int4-graph", "torch-int4-compile", "transformers", "llama.cpp")
 NAMES = (*(name for name in FLINT_ARMS if name != "torch-speculative"), *PEERS)
+OF_BACKEND = {  # flint on it, and what others run there
+    "cuda": ("cuda-single", "cuda-speculative", *PEERS),
+    "cpu": ("cpu-single", "cpu-speculative", "transformers", "llama.cpp"),
+    "torch": ("torch-single", "transformers", "llama.cpp"),
+}
 
 
 def find_arms(names: Sequence[str] | None, gguf: Path | None, gguf_problem: str, llama_python: str | None) -> list[Arm]:

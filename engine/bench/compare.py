@@ -6,6 +6,7 @@ token of both, so that a quantisation's win is not sold as a runtime's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -78,33 +79,39 @@ def run(
     weights: Callable[[Arm], float | None] = lambda arm: None,
     watch: Watch = lambda text: None,
     tell: Watch = lambda text: None,
+    answered: Watch = lambda text: None,
 ) -> Outcome:
     """request: prompt, tokens, threads, context, model, gguf (engine/bench/arms.py). against: the base arm; without it
     the first that was measured. weights: bytes a token of arms that do not count their own.
     watch: told what is about to run. tell: told each round's rates when it has ended, so that a killed run leaves them.
+    answered: told every answer, what it took, and about how long the rest will.
 
     An arm that fails or answers wrongly is kept with its reason. Ctrl-C after the first round ends the comparison with
     the rounds that were complete. Raises BackendError where the reference itself fails.
     """
     results = [Result(arm, "missing" if arm.missing else "measured", arm.missing) for arm in arms]
     contestants = [result for result in results if result.state == "measured"]
+    pace = _Pace(launch, watch)
     if contestants:
-        watch("reference")
-        reference = _reference(request, launch)
+        reference = _reference(request, pace)
+        answered(f"reference{pace}")
         for result in contestants:
-            watch(f"gate: {result.arm.name}")
-            _gate(result, launch(result.arm, request), reference)
+            pace.what = "gate: "
+            _gate(result, pace(result.arm, request), reference)
+            answered(f"gate: {result.arm.name}: {result.gate or result.problem or 'not told its tokens'}{pace}")
     machine: list[dict[str, Any]] = []
     complete = 0
     try:
         while complete < rounds:
             machine.append(snapshot())
-            for result in contestants:
-                if result.state == "measured":
-                    watch(f"round {complete + 1} of {rounds}: {result.arm.name}")
-                    _sample(result, launch(result.arm, request), request)
+            pace.what = f"round {complete + 1} of {rounds}: "
+            racing = [result for result in contestants if result.state == "measured"]
+            for place, result in enumerate(racing, 1):
+                _sample(result, pace(result.arm, request), request)
+                left = pace.left(racing, place, rounds - complete - 1)
+                answered(f"{pace.what}{_rate(result)}{pace}{left}")
             complete += 1
-            tell(f"round {complete} of {rounds}: {_rates(contestants)}")
+            tell(f"round {complete} of {rounds}: {', '.join(map(_rate, sorted(contestants, key=_unmeasured)))}")
     except KeyboardInterrupt:
         if not complete:
             raise
@@ -119,11 +126,41 @@ def run(
     return Outcome(results, base, complete, request, machine, stopped_of=rounds if complete < rounds else 0)
 
 
-def _rates(contestants: Sequence[Result]) -> str:
+class _Pace:
+    """Launches, and keeps how long each arm's last process took."""
+
+    def __init__(self, launch: Launch, watch: Watch) -> None:
+        self.what = ""  # before the arm's name in what is watched
+        self._launch, self._watch = launch, watch
+        self._seconds: dict[str, float] = {}
+        self._last = 0.0
+
+    def __call__(self, arm: Arm, request: dict[str, Any]) -> dict[str, Any]:
+        self._watch(f"{self.what}{arm.name}")
+        started = time.perf_counter()
+        answer = self._launch(arm, request)
+        self._last = self._seconds[arm.name] = time.perf_counter() - started
+        return answer
+
+    def __str__(self) -> str:
+        return f" ({self._last:.1f} s)"
+
+    def left(self, racing: Sequence[Result], place: int, rounds: int) -> str:
+        """What is to come after the first `place` of this round and in `rounds` more; "" at the end."""
+        runs = [*racing[place:], *(list(racing) * rounds)]
+        seconds = sum(self._seconds[result.arm.name] for result in runs if result.state == "measured")
+        if not runs:
+            return ""
+        return f", about {seconds / 60:.0f} min left" if seconds >= 90 else f", about {seconds:.0f} s left"
+
+
+def _rate(result: Result) -> str:
     """Of the last round."""
-    said = [f"{r.arm.name} {r.samples[-1]:.2f} tok/s" for r in contestants if r.samples]
-    said += [f"{r.arm.name} {r.state.upper()}" for r in contestants if not r.samples]
-    return ", ".join(said)
+    return f"{result.arm.name} " + (f"{result.samples[-1]:.2f} tok/s" if result.samples else result.state.upper())
+
+
+def _unmeasured(result: Result) -> bool:
+    return not result.samples
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:

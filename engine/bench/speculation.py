@@ -147,12 +147,13 @@ def gap(engine: Engine, prompt: Sequence[int], one: Sequence[int], other: Sequen
         return math.inf
     backend, decoder = engine.backend, engine.decoder
     decoder.truncate(0)
-    *head, last = prompt
-    chunk = backend.prefill_chunk()
+    head, chunk = prompt[:-1], backend.prefill_chunk()
     for start in range(0, len(head), chunk):
         backend.step(head[start : start + chunk], logits="last")
-    for token in (last, *one[:shared]):
-        row = backend.step((token,), logits="last").logits[0]
+    *between, last = (prompt[-1], *one[:shared])
+    for token in between:
+        backend.step((token,), logits="last")
+    row = backend.step((last,), logits="last").logits[0]
     decoder.truncate(0)
     return float(row.max() - min(row[one[shared]], row[other[shared]]))
 

@@ -5,6 +5,10 @@ stdout carries the result, stderr what is being measured.
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from engine.loading import Engine
 
 
-INTERRUPTED = 130  # Ctrl-C, with what had been measured by then
+INTERRUPTED = 130  # Ctrl-C or SIGTERM, with what had been measured by then
 
 
 class BenchGroup(typer.core.TyperGroup):
@@ -157,6 +161,8 @@ def compare(
 ) -> None:
     """Arms side by side in fresh processes, A B A B: correct before timed, with intervals and the bytes of each.
 
+    Ctrl-C prints the rounds that have ended.
+
     Arms: cuda-single, cuda-speculative, cpu-single, cpu-speculative, torch-single, torch-int4-graph,
     torch-int4-compile, transformers, llama.cpp.
     """
@@ -167,19 +173,10 @@ def compare(
     from flint_tui.bench_runs import run_compare
 
     busy = say_if_busy()
-    with status() as say:
+    names = arms.split(",") if arms else None
+    with status() as say, stoppable():
         outcome = run_compare(
-            model,
-            arms.split(",") if arms else None,
-            against,
-            rounds,
-            prompt,
-            generate,
-            gguf,
-            llama_python,
-            threads,
-            say,
-            note,
+            model, names, against, rounds, prompt, generate, gguf, llama_python, threads, say, note, plain
         )
     if as_json:
         typer.echo(json.dumps(outcome_json(outcome) | {"note": busy}, indent=2))
@@ -195,7 +192,10 @@ def compare(
 def reproduce(
     model: Model = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Default: flint-bench-DATE.zip, here.")] = None,
-    arms: Annotated[str | None, typer.Option(metavar="A,B,...", help="As in compare.")] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="As in compare. Default: flint on --backend, and who else runs there."),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, max=100, help="10 for a claim.")] = 10,
     prompt: Annotated[int, typer.Option("-p", "--n-prompt", min=16)] = 128,
     generate: Annotated[int, typer.Option("-n", "--n-gen", min=8)] = 64,
@@ -206,6 +206,9 @@ def reproduce(
 ) -> None:
     """Run quick and compare, capture the environment, and pack everything into one archive for others to check.
 
+    Every arm starts a process in every round, which takes seconds to minutes each; how long the rest will take is said
+    after every answer. Ctrl-C packs the rounds that have ended.
+
     User names, host names, paths, addresses and serial numbers are taken out; processes are never listed.
     `flint bench show` prints what is left.
     """
@@ -213,6 +216,7 @@ def reproduce(
     import time
 
     from engine.bench.archive import FORMAT_VERSION, write
+    from engine.bench.arms import NAMES, OF_BACKEND
     from engine.bench.compare import outcome_json
     from engine.bench.conditions import utc_now
     from engine.bench.environment import environment
@@ -227,14 +231,16 @@ def reproduce(
     busy = say_if_busy()
     machine = environment(inspect(note))
     engine = open_shown(model, backend.value, threads)
+    names = arms.split(",") if arms else list(OF_BACKEND.get(engine.backend.name, NAMES))
     try:
         with status() as say:
-            result, where = run_quick(engine, threading.Event(), say)
+            result, where = run_quick(engine, threading.Event(), say, done=plain)
     finally:
         engine.close()
-    names = arms.split(",") if arms else None
-    with status() as say:
-        outcome = run_compare(model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say, note)
+    with status() as say, stoppable():
+        outcome = run_compare(
+            model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say, note, plain
+        )
     command = f"flint bench reproduce --rounds {rounds} -p {prompt} -n {generate} --backend {backend.value}"
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -314,19 +320,33 @@ def say_if_busy() -> str | None:
     return busy
 
 
-def status():
-    """A context manager yielding say(text): a spinner on a terminal's stderr, nothing otherwise."""
-    from contextlib import contextmanager
+def plain(line: str) -> None:
+    """Where `status` shows nothing, a line for everything that has ended."""
+    if not sys.stderr.isatty():
+        note(line)
 
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM is taken as Ctrl-C is: what has been measured is kept."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("stopped before the first round had ended: there is nothing to keep")
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """say(text): a spinner on a terminal's stderr, nothing otherwise."""
     from rich.console import Console
 
-    @contextmanager
-    def shown():
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            yield lambda text: None
-            return
-        with console.status("") as status:
-            yield lambda text: status.update(text)
-
-    return shown()
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as shown:
+        yield shown.update

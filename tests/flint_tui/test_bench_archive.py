@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,8 @@ def answer(arm: Arm, request: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An archive that `flint bench reproduce` wrote."""
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What `flint bench reproduce small` opens; its arms are scripted."""
     engine = fake_engine(tmp_path, FakeLoopBackend(context_size=4096, chunk=512))
     write_random_packed(models_dir() / "small" / "int4", small_config(), name="small")
     monkeypatch.setattr("engine.loading.open_engine", lambda *arguments, **named: engine)
@@ -45,13 +47,70 @@ def archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("engine.bench.conditions.busy_note", lambda: None)
     monkeypatch.setattr(contestants, "launch", answer)
     monkeypatch.setattr(contestants, "_no_library", lambda: "")
+    return engine
+
+
+SIZES = ("-p", "16", "-n", "16", "--rounds", "5")
+
+
+@pytest.fixture
+def archived(engine, tmp_path: Path) -> Path:
+    """An archive that `flint bench reproduce` wrote."""
     path = tmp_path / "bench.zip"
     names = "cpu-single,cpu-speculative,torch-single,llama.cpp"
-    sizes = ("-p", "16", "-n", "16", "--rounds", "5")
-    result = flint("bench", "reproduce", "small", "-o", str(path), "--arms", names, *sizes)
+    result = flint("bench", "reproduce", "small", "-o", str(path), "--arms", names, *SIZES)
     assert result.code == 0, result.stderr
     assert result.stdout.strip() == str(path)
     return path
+
+
+def test_every_answer_is_a_line_where_there_is_no_terminal(engine, tmp_path: Path) -> None:
+    path = tmp_path / "bench.zip"
+    result = flint("bench", "reproduce", "small", "-o", str(path), "--arms", "cpu-single,cpu-speculative", *SIZES)
+    assert result.code == 0, result.stderr
+    said = result.stderr.splitlines()
+    assert any(line.startswith("flint: single pass: ") and line.endswith(" tok/s") for line in said)
+    answers = [line for line in said if line.startswith("flint: round ") and "cpu-single 100.00 tok/s (" in line]
+    assert len(answers) == 5
+    assert answers[0].endswith("about 0 s left")
+
+
+def test_the_arms_are_those_of_the_backend(engine, tmp_path: Path) -> None:
+    engine.backend.name = "cpu"
+    path = tmp_path / "bench.zip"
+    result = flint("bench", "reproduce", "small", "-o", str(path), *SIZES)
+    assert result.code == 0, result.stderr
+    arms = json.loads(flint("bench", "show", str(path), "--json").stdout)["compare"]["arms"]
+    assert [arm["arm"] for arm in arms] == ["cpu-single", "cpu-speculative", "transformers", "llama.cpp"]
+    for backend, names in contestants.OF_BACKEND.items():
+        assert names[0] == f"{backend}-single"
+        assert set(names) <= set(contestants.NAMES)
+
+
+@pytest.mark.parametrize(("at", "kept"), [(9, 2), (4, 0)], ids=["in the third round", "in the first"])
+def test_sigterm_packs_the_rounds_that_have_ended(
+    engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, kept: int
+) -> None:
+    calls = 0
+
+    def ended(arm: Arm, request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answer(arm, request)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(contestants, "launch", ended)
+    path = tmp_path / "bench.zip"
+    result = flint("bench", "reproduce", "small", "-o", str(path), "--arms", "cpu-single,cpu-speculative", *SIZES)
+    assert result.code == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert path.exists() == bool(kept)
+    if kept:
+        assert f"STOPPED after {kept} of 5 rounds" in flint("bench", "show", str(path)).stdout
+    else:
+        assert "stopped before the first round had ended" in result.stderr
 
 
 def test_an_archive_holds_everything_and_is_shown(archived: Path) -> None:

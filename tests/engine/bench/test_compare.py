@@ -111,6 +111,39 @@ def test_each_round_is_told_when_it_ends() -> None:
     assert told == [f"round {i} of 2: ours 100.00 tok/s, peer FAILED" for i in (1, 2)]
 
 
+def test_each_answer_is_told_with_what_it_took_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr("engine.bench.compare.time.perf_counter", lambda: clock)
+
+    class Slow(Script):
+        def __call__(self, arm: Arm, request: dict[str, Any]) -> dict[str, Any]:
+            nonlocal clock
+            clock += {"reference": 7.0, "ours": 10.0, "peer": 20.0}[arm.name]
+            return super().__call__(arm, request)
+
+    told: list[str] = []
+    outcome(Slow({"ours": [0.04], "peer": [0.08]}), rounds=5, answered=told.append)
+    assert told[:4] == [
+        "reference (7.0 s)",
+        "gate: ours: all 5 tokens of the reference (10.0 s)",
+        "gate: peer: all 5 tokens of the reference (20.0 s)",
+        "round 1 of 5: ours 100.00 tok/s (10.0 s), about 2 min left",
+    ]
+    assert told[-3:] == [
+        "round 4 of 5: peer 50.00 tok/s (20.0 s), about 30 s left",
+        "round 5 of 5: ours 100.00 tok/s (10.0 s), about 20 s left",
+        "round 5 of 5: peer 50.00 tok/s (20.0 s)",
+    ]
+    told.clear()
+    outcome(Script({"ours": [0.04]}, peer={"error": "out of memory"}), rounds=1, answered=told.append)
+    assert [line.split(" (")[0] for line in told] == [
+        "reference",
+        "gate: ours: all 5 tokens of the reference",
+        "gate: peer: out of memory",
+        "round 1 of 1: ours 100.00 tok/s",
+    ]
+
+
 def test_an_interrupted_comparison_keeps_the_rounds_that_ended() -> None:
     result = outcome(Interrupted(at=7), rounds=9)
     ours, peer, _ = result.results
