@@ -22,7 +22,7 @@ from engine.backends.base import Backend, SpeculativeLoop, TokenBatch, TokenStre
 from engine.drafting.base import Draft, Drafter
 from engine.drafting.draft_length import DraftLength
 from engine.drafting.loop_head import LoopHead
-from engine.drafting.loop_pace import LoopPace, compared, width_for
+from engine.drafting.loop_pace import HEAD_PATIENCE, LoopPace, compared, width_for
 from engine.drafting.verify import verify
 from engine.errors import BackendError, CheckpointError, ContextOverflow, DrafterError, FlintError
 from engine.events import Event, Finished, Note, Prefilled, PrefillProgress
@@ -391,7 +391,10 @@ class _Generation:
         better way. Its clock times the steps, drafting included."""
         fixed = self.options.draft_tokens
         head = drafter if isinstance(drafter, LoopHead) else None
-        pace = LoopPace(self.decoder.follow(drafter), width, (width,) if head else backend.loop_widths)
+        policy = self.decoder.follow(drafter)
+        pace = (
+            LoopPace(policy, width, (width,), HEAD_PATIENCE) if head else LoopPace(policy, width, backend.loop_widths)
+        )
         learned = {"learned": True, "least_match": head.least_match} if head else {}
         fed, clock = len(self.decoder.cached), 0.0
         stream = backend.stream_speculative(

@@ -243,7 +243,8 @@ class CudaBackend:
         while self._position < position:
             end = min(position, self._position + self.prefill_chunk())
             self.step(history[self._position : end], logits="last")
-        drafts.complete(history[position])
+        with self._failures():
+            drafts.complete(history[position])
 
     def _follow(self, tokens: Sequence[int], start: int, features: dict[int, torch.Tensor]) -> None:
         if self._drafts is not None:

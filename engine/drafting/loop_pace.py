@@ -14,6 +14,7 @@ from engine.drafting.draft_length import DraftLength
 
 SWITCH_SECONDS = 0.001  # from the stop flag to the next loop's first step: the host's look into the ring, and a launch
 SWITCH_STEPS = 4.0  # single steps; the price where these are slow
+HEAD_PATIENCE = 3.0  # prices that a loop with a learned head may lose: left, it is not begun again in the reply
 SETTLED_STEPS = 16  # before a wider loop is thought of
 
 
@@ -25,10 +26,11 @@ def width_for(drafts: int, widths: Sequence[int]) -> int:
 class LoopPace:
     """One loop under way; what it shows about drafts and steps goes to the policy."""
 
-    def __init__(self, policy: DraftLength, width: int, widths: Sequence[int]) -> None:
+    def __init__(self, policy: DraftLength, width: int, widths: Sequence[int], patience: float = 1.0) -> None:
+        """patience: how often the price of leaving may be lost before the loop is left."""
         self._policy, self._width, self._widths = policy, width, widths
         self._single = policy.cost(1)
-        self._price = max(SWITCH_SECONDS, SWITCH_STEPS * self._single)
+        self._price = patience * max(SWITCH_SECONDS, SWITCH_STEPS * self._single)
         self._account = self._best = 0.0
         self._steps = self._evidence = 0
 

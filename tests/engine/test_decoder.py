@@ -653,7 +653,7 @@ def test_a_head_that_does_not_pay_makes_room_for_lookup(tokenizer, simulated):
     assert backend.learned == [4]
     usage = end_of(events).usage
     assert usage.verify_steps < 30
-    assert usage.decode_s < 1.06 * 0.01 * 199
+    assert usage.decode_s < 1.08 * 0.01 * 199  # in this first reply
     # Now and then it is tried again.
     for _ in range(draft_length.PROBE_REPLIES - 1):
         list(decoder.generate(PROMPT, options))
