@@ -107,11 +107,9 @@ class FlintApp(App[None]):
         for theme in (themes.DARK, themes.LIGHT):
             self.register_theme(theme)
         self.theme = themes.NO_COLOR_THEME if self.no_color else self._theme_name()
-        try:
-            self.set_keymap(load_keys((*(action.id for action in ACTIONS), *EXTRA_IDS)))
-        except SettingsError as error:
-            problems.append(error)
-        self._problems = problems
+        keys, wrong = load_keys((*(action.id for action in ACTIONS), *EXTRA_IDS))
+        self.set_keymap(keys)
+        self._problems = [*problems, *wrong]
 
     def get_driver_class(self) -> type[Driver]:
         if sys.platform == "win32" or "TEXTUAL_DRIVER" in os.environ:

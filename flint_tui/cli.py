@@ -20,12 +20,12 @@ from typing import Annotated  # noqa: E402
 
 import typer  # noqa: E402
 
-from flint_tui.commands import bench, chat, doctor, draft, eval, models, pack, roofline  # noqa: E402
+from flint_tui.commands import HelpfulGroup, bench, chat, doctor, draft, eval, models, pack, roofline  # noqa: E402
 
 app = typer.Typer(
     name="flint",
     help="The fastest way to talk to one language model from a terminal.",
-    no_args_is_help=True,
+    cls=HelpfulGroup,
     pretty_exceptions_enable=False,
     add_completion=True,
 )

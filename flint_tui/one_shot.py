@@ -150,23 +150,27 @@ def _write(stream: TextIO, text: str) -> bool:
 
 def _prompt(given: str | None) -> str:
     """-p, a blank line, and what is piped in; either may be missing, not both."""
-    parts = [part for part in (given, _piped()) if part and part.strip()]
+    piped = _piped()
+    parts = [part for part in (given, piped) if part and part.strip()]
     if not parts:
         raise UsageError("There is no prompt", "Give one with -p TEXT, or pipe it in.")
+    if piped is not None and not piped.strip():
+        _note("nothing was piped in: the answer is to -p alone")
     return "\n\n".join(part.rstrip("\n") for part in parts)
 
 
-def _piped() -> str:
-    """Standard input to its end where it is a pipe, a socket or a file; a terminal or /dev/null has nothing to say."""
+def _piped() -> str | None:
+    """Standard input to its end where it is a pipe, a socket or a file; None where it is not: a terminal or /dev/null
+    has nothing to say."""
     if sys.stdin is None or sys.stdin.closed:
-        return ""
+        return None
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
         if stat.S_ISCHR(kind):
-            return ""
+            return None
         data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
     except (OSError, ValueError):
-        return ""
+        return None
     if len(data) > MAX_INPUT_BYTES:
         raise UsageError(
             f"Standard input is longer than {MAX_INPUT_BYTES >> 20} MiB, and than any context", "pipe in less of it"

@@ -69,27 +69,69 @@ def keys_path() -> Path:
     return config_dir() / "keys.toml"
 
 
-def load_keys(known: tuple[str, ...]) -> dict[str, str]:
-    """Action id -> keys. Raises SettingsError for an unknown id, a value that is no string, or a key that is none."""
+def load_keys(known: tuple[str, ...]) -> tuple[dict[str, str], list[SettingsError]]:
+    """Action id -> keys, and what was wrong: a line that is not understood, an unknown action, a key that is none or
+    set before. Each costs its own entry, whose default stays; where something is set twice, the first counts."""
     path = keys_path()
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return {}
+        return {}, []
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: {error}", "correct or remove it") from None
-    keys = raw.pop("keys", {})
-    if raw or not isinstance(keys, dict):
-        raise SettingsError(f"{path}: expected one table, [keys]", "correct or remove it")
-    for action, key in keys.items():
-        if action not in known:
-            raise SettingsError(f"{path}: unknown action {action!r}", f"known: {', '.join(known)}")
-        if not isinstance(key, str) or not key.strip():
-            raise SettingsError(f"{path}: {action} must name its keys in a string", 'for example "ctrl+s"')
-        for name in key.split(","):
-            if not _is_key(name.strip()):
-                raise SettingsError(f"{path}: {action}: there is no key {name.strip()!r}", 'for example "ctrl+s,f5"')
-    return keys
+        return {}, [SettingsError(f"{path}: {error}", "correct or remove it")]
+    entries, problems = _entries(text)
+    keys: dict[str, str] = {}
+    taken: dict[str, str] = {}  # key -> the action that has it
+    for action, value in entries:
+        problem, hint = _key_problem(action, value, known)
+        if not problem and action in keys:
+            problem, hint = f"{action} is set twice", "the first counts"
+        names = [] if problem else [name.strip() for name in str(value).split(",")]
+        twice = next((name for name in names if name in taken), None)
+        if twice is not None:
+            problem, hint = f"{twice} is set for {taken[twice]} and for {action}", "the first counts"
+        if problem:
+            problems.append((problem, hint))
+            continue
+        keys[action] = str(value)
+        taken |= dict.fromkeys(names, action)
+    return keys, [SettingsError(f"{path}: {problem}", hint) for problem, hint in problems]
+
+
+def _entries(text: str) -> tuple[list[tuple[str, object]], list[tuple[str, str]]]:
+    """What stands in [keys], and (problem, hint) of everything else. Where the whole is no TOML, line by line."""
+    problems = []
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        pass
+    else:
+        keys = raw.pop("keys", {})
+        problems = [(f"{name}: expected one table, [keys]", "correct or remove it") for name in raw]
+        if not isinstance(keys, dict):
+            return [], [*problems, ("keys: expected a table, [keys]", "correct or remove it")]
+        return list(keys.items()), problems
+    entries: list[tuple[str, object]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            if line.split("#")[0].strip() != "[keys]":
+                entries += tomllib.loads(line).items()
+        except tomllib.TOMLDecodeError:
+            problem = f"line {number} is not understood: {line.strip()[:60]}"
+            problems.append((problem, 'write, for example, stop = "f5"'))
+    return entries, problems
+
+
+def _key_problem(action: str, value: object, known: tuple[str, ...]) -> tuple[str, str]:
+    """What is wrong with an entry by itself, and a hint; "" where nothing is."""
+    if action not in known:
+        return f"unknown action {action!r}", f"known: {', '.join(known)}"
+    if not isinstance(value, str) or not value.strip():
+        return f"{action} must name its keys in a string", 'for example "ctrl+s"'
+    for name in value.split(","):
+        if not _is_key(name.strip()):
+            return f"{action}: there is no key {name.strip()!r}", 'for example "ctrl+s,f5"'
+    return "", ""
 
 
 def _is_key(name: str) -> bool:

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-draft = typer.Typer(name="draft", help="Make and judge speculative drafters.", no_args_is_help=True)
+from flint_tui.commands import HelpfulGroup
+
+draft = typer.Typer(name="draft", help="Make and judge speculative drafters.", cls=HelpfulGroup)
 
 Model = Annotated[str | None, typer.Argument(help="A packed model; the default one if left out.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**31 - 1)]

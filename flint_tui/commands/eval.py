@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flint_tui.commands import HelpfulGroup
 from flint_tui.commands.chat import BackendChoice
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 4 << 20  # characters; scoring them takes hours, encoding them 800 MB
 
-evaluate = typer.Typer(no_args_is_help=True, help="Quality of a packed model: perplexity, and KL divergence.")
+evaluate = typer.Typer(cls=HelpfulGroup, help="Quality of a packed model: perplexity, and KL divergence.")
 
 
 def register(app: typer.Typer) -> None:

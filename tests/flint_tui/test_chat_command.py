@@ -70,7 +70,7 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., S
     """Makes `open_engine` open a scripted backend that writes the given text."""
     model = PackedModel.open(write_random_packed(tmp_path / "scripted", small_config(vocab_size=259), name="scripted"))
     monkeypatch.setattr("engine.loading.streaming_bandwidth", lambda seen: Bandwidth(20.0, "measured, by nobody"))
-    monkeypatch.setattr(one_shot, "_piped", lambda: "")
+    monkeypatch.setattr(one_shot, "_piped", lambda: None)
 
     def make(text: str, **options: Any) -> Scripted:
         settings: dict[str, Any] = {"context_size": 512, "chunk": 512}
@@ -174,6 +174,19 @@ def test_prompt_and_piped_text_are_joined(scripted, monkeypatch):
     assert "user\nline 1\nline 2<stop>" in prompt_text(backend)
 
 
+@pytest.mark.parametrize("piped", ["", "\n \n"])
+def test_an_empty_pipe_is_told(piped: str, scripted, monkeypatch, capsys):
+    """`git diff | flint chat -p "Write a commit message"` where nothing has changed."""
+    backend = scripted("ok")
+    one_shot.answer(ChatOptions(prompt="Summarise:"))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(one_shot, "_piped", lambda: piped)
+    backend = scripted("ok")
+    one_shot.answer(ChatOptions(prompt="Summarise:"))
+    assert "user\nSummarise:<stop>" in prompt_text(backend)
+    assert capsys.readouterr().err == "flint: nothing was piped in: the answer is to -p alone\n"
+
+
 @pytest.mark.parametrize("prompt", [None, "", " \n"])
 def test_no_prompt_is_a_usage_error(prompt, scripted):
     scripted("never")
@@ -184,7 +197,7 @@ def test_no_prompt_is_a_usage_error(prompt, scripted):
 def test_what_counts_as_piped(tmp_path, monkeypatch):
     """A file or a pipe is read to its end; a terminal, /dev/null and a closed stdin hold no prompt."""
 
-    def piped(file: Any) -> str:
+    def piped(file: Any) -> str | None:
         monkeypatch.setattr(sys, "stdin", file)
         return one_shot._piped()
 
@@ -197,9 +210,9 @@ def test_what_counts_as_piped(tmp_path, monkeypatch):
     with open(reading) as file:
         assert piped(file) == "from a pipe"
     with open(os.devnull) as file:
-        assert piped(file) == ""
-    assert piped(file) == ""  # closed
-    assert piped(None) == ""
+        assert piped(file) is None
+    assert piped(file) is None  # closed
+    assert piped(None) is None
     monkeypatch.setattr(one_shot, "MAX_INPUT_BYTES", 4)
     with open(tmp_path / "text") as file, pytest.raises(UsageError, match="Standard input is longer"):
         piped(file)

@@ -26,6 +26,7 @@ from flint_tui.text.document import Document
 from flint_tui.widgets.entry import Entry
 from flint_tui.widgets.roles import STYLES
 from flint_tui.widgets.transcript import GUTTER, Transcript
+from tests.flint_tui.command_line import flint
 from tests.flint_tui.driving import ask, idle, running, screen_text, wait
 from tests.flint_tui.fake_engine import ANSWER, FakeEngine
 
@@ -380,6 +381,14 @@ def test_help_without_a_terminal_is_plain_text(arguments: list[str]) -> None:
     )
     assert done.returncode == 0
     assert b"\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("group", [[], ["eval"], ["draft"]])
+def test_a_command_alone_prints_its_help_and_has_not_failed(group: list[str]) -> None:
+    alone = flint(*group)
+    assert (alone.code, alone.stderr) == (0, "")
+    assert "Usage: " in alone.stdout
+    assert alone.stdout == flint(*group, "--help").stdout
 
 
 def test_piped_input_never_opens_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,33 +114,56 @@ def test_a_bad_settings_file_names_the_key_and_the_app_starts(text: str, problem
         Settings.load()
 
 
+def write_keys(text: str) -> None:
+    config_dir().mkdir(parents=True, exist_ok=True)
+    (config_dir() / "keys.toml").write_text(text)
+
+
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("line", "problem"),
     [
-        ("[keys", "keys.toml"),
-        ("[other]\nx=1", "one table"),
-        ('[keys]\nfly = "x"', "unknown action 'fly'"),
-        ("[keys]\nstop = 1", "a string"),
-        ('[keys]\nstop = "ctrl+foldr"', "stop: there is no key 'ctrl\\+foldr'"),
-        ('[keys]\nstop = "control+s"', "there is no key 'control\\+s'"),
-        ('[keys]\nstop = "f5, F6"', "there is no key 'F6'"),
-        ('[keys]\nstop = "f5,"', "there is no key ''"),
+        ('fly = "x"', "unknown action 'fly'"),
+        ("stop = 1", "stop must name its keys in a string"),
+        ('stop = "ctrl+foldr"', "stop: there is no key 'ctrl+foldr'"),
+        ('stop = "control+s"', "stop: there is no key 'control+s'"),
+        ('stop = "f5, F6"', "stop: there is no key 'F6'"),
+        ('stop = "f5,"', "stop: there is no key ''"),
+        ("stop = f5", "line 3 is not understood: stop = f5"),
+        ('copy = "f10"', "copy is set twice"),
+        ('stop = "f7, f10"', "f10 is set for copy and for stop"),
+        ('[other]\nstop = "f5"', "other: expected one table, [keys]"),
     ],
 )
-def test_a_bad_key_file_names_the_action(text: str, problem: str) -> None:
-    config_dir().mkdir(parents=True)
-    (config_dir() / "keys.toml").write_text(text)
-    with pytest.raises(SettingsError, match=problem):
-        load_keys(("stop",))
+def test_a_bad_line_costs_that_key_alone_and_is_named(line: str, problem: str) -> None:
+    write_keys(f'[keys]\ncopy = "f10"\n{line}\n')
+    keys, problems = load_keys(("stop", "copy"))
+    assert keys == {"copy": "f10"}
+    assert [str(told).split("keys.toml: ")[1] for told in problems] == [problem]
+
+
+def test_lines_after_a_bad_one_count() -> None:
+    write_keys('[keys]  # mine\nstop = "f5\n\n# copy = "f11"\ncopy = "f10"\n')
+    keys, problems = load_keys(("stop", "copy"))
+    assert keys == {"copy": "f10"}
+    assert [str(told).split("keys.toml: ")[1] for told in problems] == ['line 2 is not understood: stop = "f5']
+
+
+@pytest.mark.parametrize("text", ["[keys", "keys = 1", "\xff"])
+def test_a_key_file_of_nothing_but_errors_is_told(text: str) -> None:
+    config_dir().mkdir(parents=True, exist_ok=True)
+    (config_dir() / "keys.toml").write_bytes(text.encode("latin-1"))
+    keys, problems = load_keys(("stop",))
+    assert keys == {}
+    assert len(problems) == 1
+    assert "keys.toml" in str(problems[0])
 
 
 @pytest.mark.parametrize(
     "key", ["s", "ctrl+s", "alt+delete", "shift+f5", "question_mark", "?", "ctrl+ö", "+", "f20,pageup"]
 )
 def test_any_key_that_a_terminal_sends_can_be_named(key: str) -> None:
-    config_dir().mkdir(parents=True)
-    (config_dir() / "keys.toml").write_text(f'[keys]\nstop = "{key}"')
-    assert load_keys(("stop",)) == {"stop": key}
+    write_keys(f'[keys]\nstop = "{key}"')
+    assert load_keys(("stop",)) == ({"stop": key}, [])
 
 
 def test_every_default_key_can_be_named() -> None:
@@ -151,11 +174,12 @@ def test_every_default_key_can_be_named() -> None:
 async def test_keys_can_be_changed_and_problems_are_shown() -> None:
     config_dir().mkdir(parents=True)
     (config_dir() / "keys.toml").write_text(
-        '[keys]\ntoggle_mode = "ctrl+k"\n"composer.submit" = "ctrl+r"\n"composer.newline" = "enter"\n'
+        '[keys]\ntoggle_mode = "ctrl+k"\n"composer.submit" = "ctrl+r"\n"composer.newline" = "enter"\nfly = "f5"\n'
     )
     (config_dir() / "settings.json").write_text('{"colour": 1}')
     async with running() as (app, pilot, engine):
         assert any("unknown setting" in n.message for n in app._notifications)
+        assert any("unknown action 'fly'" in n.message for n in app._notifications)
         await pilot.press("ctrl+k")
         assert app.session.options.mode == "speculative"
         await pilot.press("a", "enter", "b")
