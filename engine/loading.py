@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from engine.backends.base import Backend, SpeculativeLoop
 from engine.decoder import DecodeOptions, Decoder
 from engine.drafting.base import Drafter
-from engine.drafting.loop_head import LoopHead
+from engine.drafting.loop_head import BEST_WIDTH, LoopHead
 from engine.drafting.ngram import NgramDrafter
 from engine.errors import BackendError, DeviceOutOfMemory, DrafterError, ModelNotFound, UsageError
 from engine.events import Event, Note
@@ -177,7 +177,7 @@ class Engine:
             from engine.drafting.checkpoint import draft_head
 
             try:
-                hold(draft_head(path, self.model))
+                hold(draft_head(path, self.model), BEST_WIDTH)
             except BackendError as failure:
                 self._refuses_head = str(failure)
                 return None

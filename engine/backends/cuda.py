@@ -214,8 +214,9 @@ class CudaBackend:
 
     # --- a learned head -------------------------------------------------------------------------------------------
 
-    def hold_head(self, head: DraftHead) -> None:
-        """Let the loops of `head_widths` draft with `head`. Compiles their kernels, which takes seconds at first use.
+    def hold_head(self, head: DraftHead, width: int) -> None:
+        """Let the loops of `head_widths` draft with `head`. Compiles the kernel of the one of `width` tokens, or the
+        next narrower, which takes seconds at first use; others are compiled when they are asked for.
 
         Raises BackendError where the kernel does not run this head, or has no room for it."""
         megakernel = self._check_open()
@@ -225,8 +226,8 @@ class CudaBackend:
                 self._drafts = megakernel.hold_drafter(head)
                 self._read = head.dims.feature_layers
                 self.head_widths = megakernel.draft_widths
-                for width in self.head_widths:
-                    megakernel.compile(width)
+                narrow = [held for held in self.head_widths if held <= width]
+                megakernel.compile(narrow[-1] if narrow else self.head_widths[0], learned=True)
             except ValueError as error:
                 self._drafts, self._read, self.head_widths = None, (), ()
                 raise BackendError(f"The GPU's loop does not run this drafter: {error}") from None

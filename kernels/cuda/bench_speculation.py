@@ -151,7 +151,7 @@ def main() -> None:
     print(f"{options.model}, context {options.context}, {gpu.name}, {drafts}. Cost curves: acceptance is forced.")
     print(f"single pass: {single * 1e6:.1f} us a token, {1 / single:.0f} tok/s")
     for width in widths[1:]:
-        registers, spills = kernel.registers(width) or (None, None)
+        registers, spills = kernel.registers(width, options.drafter) or (None, None)
         for sixteenths in (n for n in SIXTEENTHS if n <= 16 * (width - 1)):
             times = seconds_a_step(
                 kernel, width, options.context, sixteenths, options.steps, options.rounds, options.drafter

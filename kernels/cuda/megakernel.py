@@ -132,8 +132,8 @@ class Megakernel:
         self._matrices_embed = matrices["embed"]
         self.phases = planning.phases_of(dims, matrices)
         self.split = planning.split_tiles(self.phases, dims.layers, self._gpu.sm_count)
-        self._kernels: dict[int, tuple[Kernel, Plan]] = {}
-        self._reports: dict[int, tuple[KernelReport, ...]] = {}
+        self._kernels: dict[tuple[int, bool], tuple[Kernel, Plan]] = {}  # by columns, and whether it holds the drafter
+        self._reports: dict[tuple[int, bool], tuple[KernelReport, ...]] = {}
         self._device = torch.device("cuda", 0)
         self._loaded = load_weights(
             dims,
@@ -216,8 +216,7 @@ class Megakernel:
             raise refused or Unsupported("a speculative loop does not fit this GPU")
         self._drafter = load_drafter(head, drafting, self._loaded.retile, self._device)
         self._drafting = held
-        for columns in held:
-            self._kernels.pop(columns, None)
+        self._kernels = {key: found for key, found in self._kernels.items() if not key[1]}
 
         def embed(ids: torch.Tensor) -> torch.Tensor:
             table = self._matrices_embed
@@ -343,7 +342,7 @@ class Megakernel:
         max_tokens = self._room(position, max_tokens)
         if known + max_tokens >= planning.MOST_HISTORY:
             raise ValueError(f"a history of {known} and {max_tokens} more tokens: indices have 20 bits")
-        kernel, plan = self._kernel(columns)
+        kernel, plan = self._kernel(columns, learned)
         p = self._loop_parameters(plan, sampling, position, max_tokens, known)
         ids = torch.zeros(known + max_tokens + 4, dtype=torch.int32, device=self._device)  # it is read four at a time
         ids[:known] = torch.from_numpy(np.asarray(history, dtype=np.int32)).to(self._device)
@@ -392,14 +391,15 @@ class Megakernel:
             for i, name in PROFILE_NAMES.items()
         }
 
-    def compile(self, columns: int) -> Plan:
-        """Compile and load the kernel of that many columns now, not in the middle of a reply; its plan."""
-        return self._kernel(columns)[1]
+    def compile(self, columns: int, learned: bool = False) -> Plan:
+        """Compile and load the kernel of that many columns now, not in the middle of a reply; its plan. learned: the
+        one that holds the drafter."""
+        return self._kernel(columns, learned)[1]
 
-    def registers(self, columns: int) -> tuple[int, int] | None:
+    def registers(self, columns: int, learned: bool = False) -> tuple[int, int] | None:
         """Registers and bytes of spills of the kernel of that many columns; None where ptxas' report is not at hand."""
-        self._kernel(columns)
-        found = [r for r in self._reports[columns] if r.name == "megakernel"]
+        self._kernel(columns, learned)
+        found = [r for r in self._reports[columns, learned] if r.name == "megakernel"]
         return (found[0].registers, found[0].spills) if found else None
 
     def close(self) -> None:
@@ -416,9 +416,10 @@ class Megakernel:
 
     # ---- launching
 
-    def _kernel(self, columns: int) -> tuple[Kernel, Plan]:
-        if columns not in self._kernels:
-            gpu, plan = self._gpu, self._plan(columns)
+    def _kernel(self, columns: int, learned: bool = False) -> tuple[Kernel, Plan]:
+        key = columns, learned
+        if key not in self._kernels:
+            gpu, plan = self._gpu, self._plan(columns, self._drafting[columns] if learned else None)
             cubin = compile_cubin(
                 CUDA_DIRECTORY / "megakernel.cu",
                 arch=architecture(gpu.capability),
@@ -431,9 +432,9 @@ class Megakernel:
             kernel.allow_shared(plan.shared_bytes)
             if not kernel.blocks_per_sm(plan.threads, plan.shared_bytes):
                 raise Unsupported(f"a block of {plan.shared_bytes} bytes of shared memory cannot be resident")
-            self._kernels[columns] = kernel, plan
-            self._reports[columns] = cubin.reports
-        return self._kernels[columns]
+            self._kernels[key] = kernel, plan
+            self._reports[key] = cubin.reports
+        return self._kernels[key]
 
     def _plan(self, columns: int, drafting: planning.Drafting | None = None) -> Plan:
         return planning.make_plan(
@@ -445,7 +446,7 @@ class Megakernel:
             columns,
             self._matrices_embed,
             self._tuning,
-            drafting or self._drafting.get(columns),
+            drafting,
         )
 
     def _parameters(self, plan: Plan) -> _Parameters:

@@ -246,10 +246,12 @@ class FakeDrafts:
 
 
 def holding(backend: CudaBackend, megakernel: FakeMegakernel, drafts: FakeDrafts) -> None:
+    compiled: list[tuple[int, bool]] = []
     megakernel.hold_drafter = lambda head: drafts  # type: ignore[attr-defined]
     megakernel.draft_widths = (2, 4)  # type: ignore[attr-defined]
-    megakernel.compile = lambda width: None  # type: ignore[attr-defined]
-    backend.hold_head(SimpleNamespace(dims=SimpleNamespace(feature_layers=(1, 2))))  # type: ignore[arg-type]
+    megakernel.compile = lambda width, learned: compiled.append((width, learned))  # type: ignore[attr-defined]
+    backend.hold_head(SimpleNamespace(dims=SimpleNamespace(feature_layers=(1, 2))), 6)  # type: ignore[arg-type]
+    assert compiled == [(4, True)]
 
 
 def learned(backend: CudaBackend, history: Sequence[int], width: int = 4) -> None:
@@ -291,7 +293,7 @@ def test_a_head_that_the_kernel_does_not_run_is_one_line(backend: CudaBackend, m
 
     megakernel.hold_drafter = refuse  # type: ignore[attr-defined]
     with pytest.raises(BackendError, match="does not run this drafter: a drafter's heads"):
-        backend.hold_head(SimpleNamespace(dims=None))  # type: ignore[arg-type]
+        backend.hold_head(SimpleNamespace(dims=None), 4)  # type: ignore[arg-type]
     assert backend.head_widths == ()
     assert backend.step([1, 2]).logits.shape[0] == 2
 

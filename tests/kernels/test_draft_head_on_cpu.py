@@ -462,3 +462,11 @@ def test_rows_written_in_any_pieces_are_the_same(bench):
     truth = torch.stack([drafter._keys[:, :40], drafter._values[:, :40]])
     for rows in written:
         assert (rows.float() - truth).abs().max() < 1e-2 * truth.abs().max()  # bf16
+
+
+def test_forced_acceptance_pays_for_the_head_s_passes(tmp_path: Path):
+    both = Bench(tmp_path, SMALL, {"FORCED_ACCEPTANCE": 1})
+    both.fill([1, 5])
+    _, steps = both.gpu.speculate([1, 5], GREEDY, 40, forced_sixteenths=20, learned=True, least_match=1)
+    assert sum(step.accepted for step in steps[1:9]) == 10  # the first step has no drafts yet
+    assert {(step.drafted, step.match) for step in steps[1:9]} == {(3, 0)}  # its own, not the lookup's

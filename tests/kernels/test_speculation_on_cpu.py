@@ -228,7 +228,7 @@ class EmulatedDoor(Megakernel):
         self.context_size, self._buffers, self._emulated = CONTEXT, {}, gpu
         self._host_control, self._host_tokens = gpu._host[:4], gpu._host[8:].view(TOKEN_ENTRY)
 
-    def _kernel(self, columns: int) -> tuple[Any, Plan]:
+    def _kernel(self, columns: int, learned: bool = False) -> tuple[Any, Plan]:
         assert columns == self.columns
         return None, self._emulated.plan
 

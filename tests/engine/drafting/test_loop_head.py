@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from engine.drafting.checkpoint import draft_head, load_drafter, save_drafter, target_fingerprint
 from engine.drafting.eagle_head import EagleConfig, EagleHead
 from engine.drafting.loop_head import NO_LOOKUP, LoopHead
+from engine.packed.matrix import Matrix
 from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize
 from engine.sampling import Sampling
@@ -36,7 +39,7 @@ def test_flint_s_own_file_keeps_its_values(model, tmp_path, head_bits: int):
     }
     for name, parameter in loaded.named_parameters():
         name = name.removesuffix(".weight")
-        stored = held.vectors[name] if parameter.ndim == 1 else dequantize(held.matrices[name])
+        stored = held.vectors[name] if parameter.ndim == 1 else dequantize(cast(Matrix, held.matrices[name]))
         assert np.array_equal(stored, parameter.numpy())
     assert held.target_ids.tolist() == list(range(0, 153, 3))
     assert held.target_ids.dtype == np.int32
@@ -57,7 +60,7 @@ def test_a_public_head_is_stored_anew(tmp_path):
         name = name.removesuffix(".weight")
         if parameter.ndim == 2 and name != "down":
             values = parameter.detach().numpy()
-            assert abs(dequantize(held.matrices[name]) - values).max() < abs(values).max() / 127
+            assert abs(dequantize(cast(Matrix, held.matrices[name])) - values).max() < abs(values).max() / 127
 
 
 def test_widths_and_words():
