@@ -230,7 +230,7 @@ class CudaBackend:
                 megakernel.compile(narrow[-1] if narrow else self.head_widths[0], learned=True)
             except ValueError as error:
                 self._drafts, self._read, self.head_widths = None, (), ()
-                raise BackendError(f"The GPU's loop does not run this drafter: {error}") from None
+                raise BackendError(f"the GPU's loop does not run this drafter: {error}") from None
 
     def head_bytes(self, passes: int) -> int:
         """Bytes of its weights that the held head reads after a step, to draft `passes` tokens."""

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine import loading
+from engine.drafting import checkpoint
+from engine.drafting.loop_head import NO_LOOKUP, LoopHead
 from engine.errors import BackendError, DeviceOutOfMemory, DrafterError, FlintError, ModelNotFound, UsageError
 from engine.events import Event, Finished, Note, Tokens
 from engine.files.paths import models_dir
@@ -20,6 +23,7 @@ from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from engine.sources.catalog import EMBEDDED_DEFAULT, GPU_DEFAULT
 from kernels.cuda.driver import Gpu
+from tests.fake_backend import FakeSpeculativeBackend
 from tests.synthetic import small_config, write_random_packed
 
 PROMPT = [{"role": "user", "content": "Hello"}]
@@ -326,6 +330,48 @@ def test_auto_leaves_a_head_out_where_it_does_not_pay_and_says_so_once(engine, m
     monkeypatch.setattr(loading, "HEAD_PAYS_ON", (engine.backend.name,))
     with pytest.raises(DrafterError, match="not a readable drafter"):  # now it is read
         engine.drafters("auto")
+
+
+def test_a_backend_that_holds_the_head_drafts_in_its_loop(engine, monkeypatch):
+    (engine.model.directory / loading.DRAFTER_FILE).write_bytes(b"read by nobody")
+    monkeypatch.setattr(checkpoint, "draft_head", lambda path, model: path.name)
+    backend: Any = FakeSpeculativeBackend()
+    held: list[tuple[str, int]] = []
+
+    def hold(head: str, width: int) -> None:
+        held.append((head, width))
+        backend.head_widths = (2, 4)
+
+    backend.hold_head = hold
+    monkeypatch.setattr(engine, "backend", backend)
+    for name, least in (("auto", 4), ("eagle", NO_LOOKUP), ("auto", 4)):
+        drafter, fallback = engine.drafters(name)
+        assert isinstance(drafter, LoopHead)
+        assert (drafter.name, drafter.least_match, drafter.widths) == (name, least, (2, 4))
+        assert fallback is not None
+        assert fallback.name == "ngram"
+    assert held == [(loading.DRAFTER_FILE, 4)]
+    assert engine.drafters("ngram")[0].name == "ngram"
+
+
+def test_a_head_that_the_backend_refuses_leaves_lookup_and_the_reason(engine, monkeypatch):
+    (engine.model.directory / loading.DRAFTER_FILE).write_bytes(b"not a drafter")
+    monkeypatch.setattr(checkpoint, "draft_head", lambda path, model: path.name)
+    asked: list[str] = []
+
+    def hold(head: str, width: int) -> None:
+        asked.append(head)
+        raise BackendError("the loop has no room for it")
+
+    engine.backend.hold_head = hold
+    monkeypatch.setattr(loading, "HEAD_PAYS_ON", ())
+    for _ in range(2):
+        assert engine.drafters("auto")[0].name == "ngram"
+    assert len(asked) == 1
+    events = list(engine.reply(PROMPT, ReplyOptions("speculative", sampling=Sampling(), max_tokens=3)))
+    assert any("the loop has no room for it" in event.text for event in events if isinstance(event, Note))
+    with pytest.raises(DrafterError, match="not a readable drafter"):  # read for the host's own way
+        engine.drafters("eagle")
 
 
 def test_a_corrupt_drafter_costs_a_line(engine):
