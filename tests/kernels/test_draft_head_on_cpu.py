@@ -45,7 +45,8 @@ from tests.kernels.test_speculation_on_cpu import (
 )
 
 pytestmark = [
-    pytest.mark.slow,  # ten seconds of g++ and as many of fibers for each
+    pytest.mark.slow,  # up to three minutes of fibers on an idle machine
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to run the kernel on the CPU"),
 ]
 CONTEXT = 96
