@@ -90,6 +90,7 @@ class FlintApp(App[None]):
         self.guard = guard or FdGuard()
         self.clock = clock
         self.copied = ""
+        self.listening = threading.Event()  # once set, keys reach the composer; its driver waits for it
         self.shelf = shelf or LocalShelf()
         self.packing: PackJob | None = None
         self.engine_thread = EngineThread(open_engine)

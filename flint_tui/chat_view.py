@@ -93,6 +93,7 @@ class ChatView(Screen[None]):
         self.show_conversation()
         self.show_state()
         self.composer.focus()
+        self.call_after_refresh(self.app.listening.set)
 
     def on_resize(self) -> None:
         # What is shown depends on the width: a line or panels, a bar or numbers.

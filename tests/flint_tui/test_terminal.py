@@ -63,6 +63,15 @@ def test_quitting_while_busy_restores_the_terminal_at_once(busy: str, tmp_path: 
         assert terminal.restored
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.3])  # in the shell's mode of the terminal still, and in the app's
+def test_keys_typed_before_the_screen_is_there_are_kept(after_s: float) -> None:
+    with fake_app({}) as terminal:
+        time.sleep(after_s)
+        terminal.type("early bird")  # echoed by the terminal itself, too, before the app takes it
+        terminal.wait_for("\x1b[?1049h")
+        terminal.wait_for("early bird", bytes(terminal.output).index(b"\x1b[?1049h"))
+
+
 def test_ctrl_c_twice_leaves_and_once_does_not(tmp_path: Path) -> None:
     with fake_app({}) as terminal:
         terminal.wait_for(READY)
