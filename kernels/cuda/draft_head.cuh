@@ -31,10 +31,14 @@ __device__ __forceinline__ const u8* stream_phase(Producer& producer, const SmTi
     return source;
 }
 
-__device__ __forceinline__ void stream_keys(Producer& producer, const Parameters& p, int layer, const KeyShare& share) {
-    const u8* const keys = reinterpret_cast<const u8*>(p.kv + layer * p.kv_layer_stride + share.head * p.kv_head_stride +
-                                                       size_t(share.first) * (KV_BYTES / 2));
-    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, share.blocks, KEY_READERS);
+// The cached keys and values of an SM's share in one layer.
+__device__ __forceinline__ const u8* keys_of(const Parameters& p, int layer, const KeyShare& share) {
+    return reinterpret_cast<const u8*>(p.kv + layer * p.kv_layer_stride + share.head * p.kv_head_stride +
+                                       size_t(share.first) * (KV_BYTES / 2));
+}
+
+__device__ __forceinline__ void stream_keys(Producer& producer, const u8* keys, int blocks) {
+    producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, blocks, KEY_READERS);
 }
 
 #ifndef DRAFTER
@@ -68,7 +72,7 @@ __device__ __forceinline__ int produce_drafts(Producer& producer, const Paramete
         const u8* source = stream_phase<DQkv>(producer, tiles, layer);
         if (pass > 0) await_go();  // for the last pass' keys; pass 0 reads older ones
         const KeyShare share = key_share(blockIdx.x, pass == 0 ? position : next + pass - 1, position);
-        if (share.active) stream_keys(producer, p, LAYERS, share);
+        if (share.active) stream_keys(producer, keys_of(p, LAYERS, share), share.blocks);
         source = stream_phase<DOut>(producer, tiles, source);
         source = stream_phase<DGateUp>(producer, tiles, source);
         source = stream_phase<DDown>(producer, tiles, source);
@@ -272,7 +276,7 @@ struct DraftPass {
         c.sync();
         if (c.warp == 0) {
             best = warp_largest(c.lane < WARPS ? c.s.best[c.lane] : 0);
-            const Largest all = largest_of_all(draft_candidates(c.p), best, layers & CANDIDATE_TAG, c.s.stop_asked);
+            const Largest all = largest_of_all(draft_candidates(c.p), best, layers & CANDIDATE_TAG, false);
             if (c.lane == 0) {
                 state().tokens[pass] = candidate_id(all.word);
                 // Also after the last pass: nobody waits before the next step's pass 0 fetches the keys of this one's.

@@ -27,14 +27,16 @@ struct Largest {
     bool stop;  // the first SM was asked to end the reply
 };
 
+// Whether the host wants the reply to end; for the first warp, behind which the producer may look again.
+__device__ __forceinline__ bool asked_to_stop(const Shared& s) { return *const_cast<const volatile u32*>(&s.stop_asked); }
+
 // One warp speaks and listens for its SM: publishes its best candidate in words[SM] and returns the largest of all SMs',
-// after which what they stored before is visible. tag: of the step.
-__device__ __forceinline__ Largest largest_of_all(u64* words, u64 best, u64 tag, const u32& stop_asked) {
+// after which what they stored before is visible. tag: of the step. stop: of the first SM, see asked_to_stop.
+__device__ __forceinline__ Largest largest_of_all(u64* words, u64 best, u64 tag, bool stop_asked) {
     const int sm = blockIdx.x, lane = threadIdx.x % 32;
     if (lane == 0) {
         __threadfence();  // logits, and keys and values for the bulk copies of the next token
-        const bool stop = sm == 0 && *const_cast<const volatile u32*>(&stop_asked);
-        store_word64(words + sm, best | (stop ? CANDIDATE_STOP : 0) | tag);
+        store_word64(words + sm, best | (sm == 0 && stop_asked ? CANDIDATE_STOP : 0) | tag);
     }
     // Loads of a lane under way at once: one after the other, each is a trip to the L2 cache. (One column: not measured.)
     constexpr int AT_ONCE = COLUMNS > 1 ? (SMS + 31) / 32 : 1;
@@ -123,7 +125,7 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
     c.sync();
     if (c.warp == 0) {
         best = warp_largest(c.lane < WARPS ? c.s.best[c.lane] : 0);
-        const Largest all = largest_of_all(words, best, tag, c.s.stop_asked);
+        const Largest all = largest_of_all(words, best, tag, asked_to_stop(c.s));
         if (c.lane == 0) {
             c.s.token = candidate_id(all.word);
             c.s.top = from_ordered(u32(all.word >> 32));

@@ -28,6 +28,7 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
     for (int token = 0;; token++) {
         int position = COLUMNS == 1 || token == 0 ? p.position + token : last_position;
         KeyShare share = key_share(blockIdx.x, position);
+        const u8* keys = keys_of(p, 0, share);  // of the layer at hand
         bool may_go_on = token == 0 || learned;  // the drafter's part of the step has waited
         // May run ahead of the choice of the token as far as the ring holds it all: if this was the last token, nobody
         // will make room.
@@ -40,6 +41,7 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
             if constexpr (COLUMNS > 1) {
                 position = *reinterpret_cast<volatile int*>(&s.step.position);
                 share = key_share(blockIdx.x, position);
+                keys = keys_of(p, 0, share);  // no layer has passed
             }
             return *reinterpret_cast<volatile int*>(&s.stop) == 0;
         };
@@ -55,11 +57,14 @@ __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slot
                     attends = key_share(blockIdx.x, position + 1).active || key_share(blockIdx.x, position + COLUMNS).active;
             if (attends) {
                 if (!await_token()) return producer.drain();
-                if (COLUMNS == 1 || share.active) stream_keys(producer, p, layer, share);
+                if (COLUMNS == 1 || share.active) stream_keys(producer, keys, share.blocks);
             }
             source = stream_phase<Out>(producer, tiles, source);
             if (!await_token()) return producer.drain();
             source = stream_phase<GateUp>(producer, tiles, source);
+            keys += p.kv_layer_stride * sizeof(*p.kv);
+            // The next layer's first keys come to the L2 cache while the phase before them streams.
+            if (share.active && layer + 1 < LAYERS) producer.ask(keys, share.blocks * KV_BYTES);
             source = stream_phase<Down>(producer, tiles, source);
             if (layer == 0 && blockIdx.x == 0 && threadIdx.x % 32 == 0 && p.mode != STEP)
                 s.stop_asked = *reinterpret_cast<const volatile u32*>(p.host_stop);
@@ -139,6 +144,7 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
         const float square = warp_sum(copy == 0 ? x * x : 0.0f);
         if (c.lane < HOP_COPIES)
             store_word(hop + c.lane * HOP_COPY + squares + column * (HIDDEN / TILE_ROWS) + tile_in_all, word(square, epoch));
+        __syncwarp();  // the lanes of the other copies have read the residual
         if (copy == 0) {
             c.s.residual[row][column] = x;
             if (feature) feature[column * HIDDEN + c.tiles.first[Out::INDEX] * TILE_ROWS + row] = x;
@@ -258,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
 #endif
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.ring.full[i], COPY_ARRIVALS);
-            barrier_init(&s.ring.empty[i], EMPTY_ARRIVALS);
+            barrier_init(&s.ring.empty[i], EMPTY_ARRIVALS * RELEASES);
         }
         barrier_init(&s.ring.go, 1);
         s.stop = 0;

@@ -341,8 +341,9 @@ def make_plan(
 
     drafting: of a learned drafter that the speculative loop (columns > 1) shall hold.
     tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES
-    and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for nobody, FORCED_ACCEPTANCE=1 takes as many
-    drafts for right as it is told (both: wrong results, for diagnosis and cost curves).
+    and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no other SM, NO_COPY=1 reads no weights,
+    FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three: wrong results, for diagnosis and cost
+    curves). LANES_ARRIVE=1 tells racecheck more about the ring's order.
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -484,7 +485,7 @@ def make_plan(
             "D_FEATURE_LAYERS": ",".join(map(str, d.feature_layers)),
         }
         gated, extra = max(gated, d.intermediate), (len(d.feature_layers) + 1) * dims.hidden // 2
-    for switch in ("PROFILE", "NO_WAIT", "FORCED_ACCEPTANCE"):
+    for switch in ("PROFILE", "NO_WAIT", "NO_COPY", "FORCED_ACCEPTANCE", "LANES_ARRIVE"):
         if tuning.get(switch):
             constants[switch] = "1"
     copies = tuning.get("HOP_COPIES", HOP_COPIES)

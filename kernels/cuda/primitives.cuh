@@ -94,7 +94,9 @@ constexpr int COPY_ARRIVALS = 32;  // each lane's cp.async arrives
 // One warp copies `bytes` (a multiple of 16) from global to shared memory; `barrier` completes COPY_ARRIVALS later.
 __device__ __forceinline__ void copy_to_shared(u8* target, const u8* source, u32 bytes, u64* barrier) {
     const int lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
+#ifdef NO_COPY  // diagnostic: how long the work takes on bytes that are there
+    for (int i = lane; i < COPY_ARRIVALS; i += 32) barrier_arrive(barrier);
+#elif __CUDA_ARCH__ >= 900
     constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // read once a token: leave the L2 cache to the hops
     if (lane == 0) {
         asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

@@ -8,6 +8,13 @@
 #pragma once
 #include "shape.cuh"
 
+#ifdef LANES_ARRIVE
+// Each lane says that it has read, not the first one for all: racecheck does not see what orders a warp's lanes.
+constexpr int RELEASES = 32;
+#else
+constexpr int RELEASES = 1;
+#endif
+
 struct RingBarriers {
     u64 full[STAGES];
     u64 empty[STAGES];
@@ -69,13 +76,14 @@ struct Producer {
             // A bounded window keeps the queues of the memory system short: hops wait behind them otherwise.
             while (in_flight >= window) drain_one();
             clocks.stamp(ProducerClocks::IN_FLIGHT);
-            fill(source + size_t(u) * UNIT_BYTES, n * UNIT_BYTES, EMPTY_ARRIVALS - n * readers);
-            if constexpr (L2_AHEAD > 0 && WEIGHTS) {
-                // Waiting in the L2 cache, weights keep the memory busy without keeping hops waiting for the SM's door.
+            fill(source + size_t(u) * UNIT_BYTES, n * UNIT_BYTES, (EMPTY_ARRIVALS - n * readers) * RELEASES);
+            if constexpr (L2_AHEAD > 0) {
+                // Waiting in the L2 cache, they keep the memory busy without keeping hops waiting for the SM's door.
                 const u8* const ahead = source + size_t(u) * UNIT_BYTES + L2_AHEAD;
-                if (threadIdx.x % 32 == 0 && ahead + n * UNIT_BYTES <= weights_end) prefetch_to_l2(ahead, n * UNIT_BYTES);
+                const bool inside = WEIGHTS ? ahead + n * UNIT_BYTES <= weights_end : L2_AHEAD / UNIT_BYTES + u + n <= units;
+                if (threadIdx.x % 32 == 0 && inside) prefetch_to_l2(ahead, n * UNIT_BYTES);
 #ifdef DRAFTER
-                if (threadIdx.x % 32 == 0 && ahead >= weights_end && next_stream)
+                if (WEIGHTS && threadIdx.x % 32 == 0 && ahead >= weights_end && next_stream)
                     prefetch_to_l2(next_stream + (ahead - weights_end), n * UNIT_BYTES);
 #endif
             }
@@ -83,6 +91,14 @@ struct Producer {
             in_flight++;
             clocks.stage();
         }
+    }
+
+    // Asks the L2 cache for the first L2_AHEAD of `bytes` bytes that will be streamed, each lane for a piece.
+    __device__ __forceinline__ void ask(const u8* source, int bytes) const {
+        constexpr int PIECE = 4096;
+        static_assert(L2_AHEAD <= 32 * PIECE, "a warp asks at once");
+        const int first = threadIdx.x % 32 * PIECE, end = min(bytes, L2_AHEAD);
+        if (first < end) prefetch_to_l2(source + first, min(PIECE, end - first));
     }
 
     __device__ __forceinline__ void drain_one() {
@@ -105,5 +121,5 @@ struct Producer {
 
 __device__ __forceinline__ void release(RingBarriers& barriers, int slot) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(&barriers.empty[slot]);
+    if (threadIdx.x % 32 < RELEASES) barrier_arrive(&barriers.empty[slot]);
 }

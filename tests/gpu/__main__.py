@@ -87,6 +87,7 @@ def sanitize(out: Path) -> bool:
     good = True
     for check in ("memcheck", "racecheck"):
         command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.short_run"]
+        command += ["--racecheck"] if check == "racecheck" else []
         clean, output = run(f"compute-sanitizer {check}", command, MINUTES["sanitizer"])
         (out / f"{check}.log").write_text(output)
         print("\n".join(output.splitlines()[-3:]))

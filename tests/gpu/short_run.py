@@ -1,21 +1,46 @@
 """A few steps of a tiny model through every kernel, for compute-sanitizer:
 
-compute-sanitizer --tool memcheck python -m tests.gpu.short_run
+    compute-sanitizer --tool memcheck python -m tests.gpu.short_run
+    compute-sanitizer --tool racecheck python -m tests.gpu.short_run --racecheck
+
+--racecheck compiles with line numbers and with a release of the ring's stages that racecheck understands, and lets
+kernels take minutes.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import sys
+from typing import Any, cast
 
+from engine.backends import cuda
 from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
 from engine.packed.matrix import Storage
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
+from kernels.cuda import megakernel
+from kernels.cuda import plan as planning
 from tests.gpu.models import RandomModel
 from tests.synthetic import small_config
 
 
+def prepare_for_racecheck() -> None:
+    compile_cubin, make_plan = megakernel.compile_cubin, planning.make_plan
+
+    def compile_with_lines(*args: Any, **named: Any) -> Any:
+        return compile_cubin(*args, options={"lineinfo": True}, **named)
+
+    def plan_of_lanes(*args: Any, **named: Any) -> Any:
+        plan = make_plan(*args, **named)
+        plan.constants.update(LANES_ARRIVE="1", WATCHDOG_MS="600000")
+        return plan
+
+    megakernel.compile_cubin, planning.make_plan = compile_with_lines, plan_of_lanes
+    cuda.WATCHDOG_SECONDS = 600.0
+
+
 def main() -> None:
+    if "--racecheck" in sys.argv:
+        prepare_for_racecheck()
     config = small_config("qwen3", hidden_size=256, num_layers=1, head_dim=64, intermediate_size=512, vocab_size=1000)
     model = RandomModel(config, Storage("int4", 32, symmetric=False), seed=1)
     backend = CudaBackend.from_packed(cast(PackedModel, model), context_size=128)
