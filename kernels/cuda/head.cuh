@@ -125,7 +125,7 @@ __device__ __forceinline__ int choose(Context& c, Profile& profile, u64 best, in
     c.sync();
     if (c.warp == 0) {
         best = warp_largest(c.lane < WARPS ? c.s.best[c.lane] : 0);
-        const Largest all = largest_of_all(words, best, tag, asked_to_stop(c.s));
+        const Largest all = largest_of_all(words, best, tag, c.lane == 0 && asked_to_stop(c.s));
         if (c.lane == 0) {
             c.s.token = candidate_id(all.word);
             c.s.top = from_ordered(u32(all.word >> 32));

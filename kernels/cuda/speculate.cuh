@@ -110,7 +110,7 @@ struct Speculation {
         sync_consumers();
         if (warp < columns) {
             best = warp_largest(lane < WARPS / COLUMNS ? s.best[lane * COLUMNS + warp] : 0);
-            const Largest all = largest_of_all(p.candidates + warp * SMS, best, tag, warp == 0 && asked_to_stop(s));
+            const Largest all = largest_of_all(p.candidates + warp * SMS, best, tag, threadIdx.x == 0 && asked_to_stop(s));
             if (lane == 0) {
                 s.step.choice[warp] = candidate_id(all.word);
                 s.step.top[warp] = from_ordered(u32(all.word >> 32));
