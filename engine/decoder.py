@@ -393,7 +393,9 @@ class _Generation:
         head = drafter if isinstance(drafter, LoopHead) else None
         policy = self.decoder.follow(drafter)
         pace = (
-            LoopPace(policy, width, (width,), HEAD_PATIENCE) if head else LoopPace(policy, width, backend.loop_widths)
+            LoopPace(policy, width, (width,), HEAD_PATIENCE if policy.pays_in_loop(width) else 1.0)
+            if head
+            else LoopPace(policy, width, backend.loop_widths)
         )
         learned = {"learned": True, "least_match": head.least_match} if head else {}
         fed, clock = len(self.decoder.cached), 0.0

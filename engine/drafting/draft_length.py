@@ -19,7 +19,7 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 2.0
 MEMORY = 0.98  # per verified draft: the last 50 count
 PROBE_AFTER = 24  # declined drafts of a class before one is tried again; doubles with every vain try
 PROBE_LIMIT = 1024
-PROBE_REPLIES = 8  # declined before a loop is tried again
+PROBE_REPLIES = 3  # the last one of them tries a loop again that did not pay; a reply says little of the next
 REFRESH_AFTER = 128  # verify steps in a row before a single one is measured again
 CHEAP_DRAFT = 0.01  # of a single step: below it, a draft is always asked for
 
@@ -118,18 +118,19 @@ class DraftLength:
         """How many drafts of a class are best verified in a step; 0: none. A look, not a decision."""
         return self._best(self._class(evidence), self.max_draft, 0.0)
 
-    def opens_loop(self, width: int) -> bool:
-        """Whether to begin a reply in a loop whose every step drafts for `width` tokens: where that pays for learned
-        drafts, and now and then where it did not."""
+    def pays_in_loop(self, width: int) -> bool:
+        """Whether a loop whose every step drafts for `width` tokens pays with learned drafts like the last ones."""
         acceptance = self._class(0)
         expected = reached = 1.0
         for position in range(min(width - 1, self.max_draft)):
             reached *= acceptance.rate(position)
             expected += reached
-        if expected * self.cost(1) > GAIN_WANTED * self.cost(width):
-            acceptance.declined = 0
-            return True
-        acceptance.declined = (acceptance.declined + 1) % PROBE_REPLIES
+        return expected * self.cost(1) > GAIN_WANTED * self.cost(width)
+
+    def opens_loop(self, width: int) -> bool:
+        """Whether to begin a reply in such a loop: where it pays, and now and then where it did not."""
+        acceptance = self._class(0)
+        acceptance.declined = 0 if self.pays_in_loop(width) else (acceptance.declined + 1) % PROBE_REPLIES
         return acceptance.declined == 0
 
     @property

@@ -199,7 +199,10 @@ def _driver_version() -> str | None:
 def _cuda_state(gpu: Gpu | None, problem: str, hint: str) -> BackendState:
     if gpu is None:
         return BackendState("cuda", False, problem, hint)
-    if (missing := _missing(("torch",))) or (missing := _missing(CUDA_PACKAGES)):
+    missing = _missing(("torch",)) or _missing(CUDA_PACKAGES)
+    if missing and missing != "torch" and _compiles(gpu):
+        missing = None  # what pip does not know of is there, from a CUDA toolkit for instance
+    if missing:
         what = "torch" if missing == "torch" else "'flint[cuda]'"
         return BackendState("cuda", False, f"{missing} is not installed", f"Run: pip install {what}")
     import torch
@@ -208,6 +211,22 @@ def _cuda_state(gpu: Gpu | None, problem: str, hint: str) -> BackendState:
         hint = "Install a CUDA build of torch (https://pytorch.org/get-started)."
         return BackendState("cuda", False, f"torch {torch.__version__} cannot use {gpu.name}", hint)
     return BackendState("cuda", True, f"megakernel on {gpu.name}")
+
+
+def _compiles(gpu: Gpu) -> bool:
+    """Whether the kernels' toolchain is complete: the smallest of them, compiled (seconds) or taken from the cache."""
+    from kernels.build import CUDA_DIRECTORY, CompileError, architecture, compile_cubin
+
+    try:
+        compile_cubin(
+            CUDA_DIRECTORY / "retile.cu",
+            arch=architecture(gpu.capability),
+            cache=cache_dir() / "kernels",
+            driver_version=gpu.driver_version,
+        )
+    except (CompileError, OSError):
+        return False
+    return True
 
 
 # --- the other backends -----------------------------------------------------------------------------------------------

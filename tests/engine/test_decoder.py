@@ -658,8 +658,9 @@ def test_a_head_that_does_not_pay_makes_room_for_lookup(tokenizer, simulated):
     for _ in range(draft_length.PROBE_REPLIES - 1):
         list(decoder.generate(PROMPT, options))
     assert backend.learned == [4]
-    list(decoder.generate(PROMPT, options))
+    looked = list(decoder.generate(PROMPT, options))
     assert backend.learned == [4, 4]
+    assert end_of(looked).usage.verify_steps < usage.verify_steps / 2  # with less patience
 
 
 def test_with_a_repeat_penalty_lookup_drafts_instead_of_the_head(tokenizer):

@@ -143,10 +143,20 @@ def test_a_gpu_that_cannot_be_used(
     with_gpu(monkeypatch, available)
     with_library(monkeypatch)
     with_versions(monkeypatch, missing)
+    monkeypatch.setattr(machine, "_compiles", lambda gpu: False)
     state = states()["cuda"]
     assert not state.runs
     assert state.detail.startswith(detail)
     assert state.hint == hint
+
+
+def test_headers_that_pip_does_not_know_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CUDA toolkit brings them, too: what counts is whether a kernel compiles, and here one does."""
+    with_gpu(monkeypatch)
+    with_library(monkeypatch)
+    with_versions(monkeypatch, ("nvidia-cuda-cccl",))
+    monkeypatch.setattr(machine, "cache_dir", lambda: tmp_path)
+    assert states()["cuda"] == BackendState("cuda", True, "megakernel on NVIDIA H200")
 
 
 def test_features_are_those_that_matter(tmp_path: Path) -> None:
