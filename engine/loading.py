@@ -43,6 +43,7 @@ DRAFTER_FILE = "drafter.safetensors"
 # The head drafts in torch on the CPU, where four drafts for smollm2 take longer than several steps of the cpu backend;
 # or in a backend's own loop, where it pays.
 HEAD_PAYS_ON = ("torch",)
+OTHER_WAY = "(--drafter eagle takes it)"
 RUNS_WELL_TOK_S = 5.0  # at the memory's full bandwidth; slower than people read is not "well"
 MAX_THREADS = 1024  # more than any machine has; a system gives up somewhere beyond, and says that memory is out
 MEMORY_SHARE = 0.6  # of RAM or of the GPU's memory, for the weights
@@ -119,8 +120,8 @@ class Engine:
                     and drafter_path(self.model)
                 ):
                     self._told = True
-                    why = self._refuses_head or f"the learned head does not pay on the {self.backend.name} backend"
-                    yield Note(f"Drafting by prompt lookup alone: {why} (--drafter eagle takes it)")
+                    slow = f"the learned head does not pay on the {self.backend.name} backend {OTHER_WAY}"
+                    yield Note(f"Drafting by prompt lookup alone: {self._refuses_head or slow}")
             except DrafterError as failure:
                 yield Note(f"Speculation is off: {failure}")
         decode = DecodeOptions(
@@ -179,6 +180,9 @@ class Engine:
             try:
                 hold(draft_head(path, self.model), BEST_WIDTH)
             except BackendError as failure:
+                self._refuses_head = f"{failure} {OTHER_WAY}"
+                return None
+            except DrafterError as failure:  # no way takes it
                 self._refuses_head = str(failure)
                 return None
             self._held = True

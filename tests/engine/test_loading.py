@@ -374,6 +374,21 @@ def test_a_head_that_the_backend_refuses_leaves_lookup_and_the_reason(engine, mo
         engine.drafters("eagle")
 
 
+def test_a_head_that_cannot_be_read_leaves_lookup_to_a_backend_that_would_hold_it(engine, monkeypatch):
+    (engine.model.directory / loading.DRAFTER_FILE).write_bytes(b"not a drafter")
+    engine.backend.hold_head = lambda head, width: pytest.fail("there is nothing to hold")
+    monkeypatch.setattr(loading, "HEAD_PAYS_ON", ())
+    options = ReplyOptions("speculative", sampling=Sampling(), max_tokens=3)
+    first, second = (list(engine.reply(PROMPT, options)) for _ in range(2))
+    (note,) = [event.text for event in first if isinstance(event, Note) and "lookup alone" in event.text]
+    assert note.startswith("Drafting by prompt lookup alone: drafter.safetensors is not a readable drafter")
+    assert "eagle" not in note
+    assert not any(isinstance(event, Note) and "drafter" in event.text for event in second)
+    assert engine.drafters("auto")[0].name == "ngram"
+    with pytest.raises(DrafterError, match="not a readable drafter"):
+        engine.drafters("eagle")
+
+
 def test_a_corrupt_drafter_costs_a_line(engine):
     path = engine.model.directory / loading.DRAFTER_FILE
     path.write_bytes(b"not a drafter")
