@@ -19,14 +19,14 @@ from flint_tui.live import EngineFacts
 
 @dataclass(frozen=True)
 class Loading:
-    """An engine is being opened; what is going on, in a few words."""
+    """An engine is being opened, or compiles a kernel in the middle of a job; what is going on, in a few words."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine is open, or its facts have changed."""
+    """An engine is open, its facts have changed, or what `Loading` told of in the middle of a job is over."""
 
     facts: EngineFacts
 
@@ -66,6 +66,7 @@ class EngineThread:
         self.outbox: SimpleQueue[Outcome] = SimpleQueue()
         self.engine: ChatEngine | None = None
         self._open_engine = open_engine
+        self._said = False  # something since the last Loaded
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._cancel = threading.Event()
         self._pending = 0
@@ -96,10 +97,23 @@ class EngineThread:
     def _open(self, model: str | None) -> None:
         self.outbox.put(Loading(f"loading {model}" if model else "loading"))
         try:
-            self.engine = self._open_engine(model, lambda text: self.outbox.put(Loading(text)))
-            self.outbox.put(Loaded(self.engine.facts))
+            self.engine = self._open_engine(model, self._say)
+            self._loaded(self.engine)
         except Exception as error:  # whatever an engine raises must not end the app
             self.outbox.put(LoadFailed(_one_line(error), getattr(error, "hint", "")))
+
+    def _say(self, text: str) -> None:
+        self._said = True
+        self.outbox.put(Loading(text))
+
+    def _loaded(self, engine: ChatEngine) -> None:
+        self._said = False
+        self.outbox.put(Loaded(engine.facts))
+
+    def _over(self) -> None:
+        """What was said in the middle of a job has passed."""
+        if self._said and self.engine is not None:
+            self._loaded(self.engine)
 
     def reply(self, number: int, messages: Sequence[ChatTurn], options: TurnOptions) -> threading.Event:
         """Decode a reply; returns the event that cancels it."""
@@ -112,14 +126,16 @@ class EngineThread:
                     raise FlintError("No model is open", "choose one with the model switcher")
                 facts = self.engine.facts
                 for event in self.engine.reply(messages, options, cancel):
+                    self._over()
                     self.outbox.put(ReplyEvent(number, event))
                     finished = isinstance(event, Finished)
                 if not finished:
                     raise FlintError("The decoder stopped without saying why")
                 if self.engine.facts is not facts:
-                    self.outbox.put(Loaded(self.engine.facts))
+                    self._loaded(self.engine)
             except Exception as error:
                 hint = getattr(error, "hint", "")
+                self._over()
                 failed = Finished("error", Usage(0, 0, 0, 0.0, 0.0, 0.0, 0, 0), _one_line(error), hint)
                 self.outbox.put(ReplyEvent(number, failed))
 
@@ -138,6 +154,7 @@ class EngineThread:
                 work(self.engine, cancel)
             except Exception as failure:
                 error = _one_line(failure)
+            self._over()
             self.outbox.put(JobDone(name, error))
 
         self._give(job)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -267,6 +268,29 @@ def test_a_new_model_closes_the_old_one() -> None:
     assert thread.close(10.0)
     assert [engine.closed for engine in engines] == [True, True]
     assert sum(isinstance(o, Loaded) for o in thread.drain()) == 2
+
+
+def test_what_is_compiled_in_a_reply_is_told_until_the_reply_goes_on() -> None:
+    class Compiling(FakeEngine):
+        def reply(self, messages, options, cancel):
+            tell("compiling megakernel (once)")
+            yield from super().reply(messages, options, cancel)
+
+    def open_engine(model: str | None, say: Callable[[str], None]) -> FakeEngine:
+        nonlocal tell
+        tell = say
+        say("packing")
+        return Compiling()
+
+    tell: Callable[[str], None] = print
+    thread = EngineThread(open_engine)
+    thread.load(None)
+    thread.reply(1, [], TurnOptions())
+    thread.run("bench", lambda engine, cancel: tell("compiling another (once)"))
+    assert thread.close(10.0)
+    outcomes = [type(o).__name__ for o in thread.drain()]
+    told = [name for name, before in zip(outcomes, ["", *outcomes], strict=False) if name != before]
+    assert told == ["Loading", "Loaded", "Loading", "Loaded", "ReplyEvent", "Loading", "Loaded", "JobDone"]
 
 
 # -- bench
