@@ -223,14 +223,13 @@ class CudaBackend:
         self._settle_stream()
         with self._failures():
             try:
-                self._drafts = megakernel.hold_drafter(head)
-                self._read = head.dims.feature_layers
-                self.head_widths = megakernel.draft_widths
-                narrow = [held for held in self.head_widths if held <= width]
-                megakernel.compile(narrow[-1] if narrow else self.head_widths[0], learned=True)
-            except ValueError as error:
-                self._drafts, self._read, self.head_widths = None, (), ()
+                drafts = megakernel.hold_drafter(head)
+                widths = megakernel.draft_widths
+                narrow = [held for held in widths if held <= width]
+                megakernel.compile(narrow[-1] if narrow else widths[0], learned=True)
+            except (ValueError, CompileError) as error:
                 raise BackendError(f"the GPU's loop does not run this drafter: {error}") from None
+        self._drafts, self._read, self.head_widths = drafts, head.dims.feature_layers, widths
 
     def head_bytes(self, passes: int) -> int:
         """Bytes of its weights that the held head reads after a step, to draft `passes` tokens."""
@@ -287,6 +286,7 @@ class CudaBackend:
             return
         if self._stream is not None and not self._lost:
             self._stream.finish()
+            self._stream = None  # it may hold the head's cache
         if not self._lost:  # freeing memory under a kernel that hangs would wait for it
             with contextlib.suppress(Exception):
                 megakernel.close()
@@ -356,14 +356,14 @@ class CudaBackend:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(
-                "The GPU is out of memory in the middle of a step", "Close what else uses it, or take a smaller --ctx."
-            ) from error
+            raise _no_memory_left() from error
         except NotResident as error:
             raise BackendError(
                 f"The kernel cannot start: {error}", "Another program holds the GPU; close it, or use --backend cpu."
             ) from error
         except (KernelStopped, CudaError, torch.AcceleratorError) as error:
+            if isinstance(error, CudaError) and error.code == OUT_OF_MEMORY:  # of a kernel to be loaded or launched
+                raise _no_memory_left() from error
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.lose(f"the GPU failed: {line}")  # a sticky CUDA error ends the whole context
             raise BackendError(self._lost, "Restart flint.") from error
@@ -564,6 +564,12 @@ def _out_of_memory(model: PackedModel, context: int, free: int) -> DeviceOutOfMe
     if fits >= 256:
         return DeviceOutOfMemory(message, f"The largest context that fits is --ctx {fits}.")
     return DeviceOutOfMemory(message, "No context fits: use a smaller model or fewer bits, or --backend cpu.")
+
+
+def _no_memory_left() -> DeviceOutOfMemory:
+    return DeviceOutOfMemory(
+        "The GPU is out of memory in the middle of a step", "Close what else uses it, or take a smaller --ctx."
+    )
 
 
 def _sentence(hint: str) -> str:

@@ -63,8 +63,8 @@ class DraftCache:
             hidden = torch.cat([features[layer] for layer in self._dims.feature_layers], -1) @ self._fc.T
             if self._waiting is not None:
                 hidden = torch.cat((self._waiting, hidden))
-            self._waiting = hidden[-1:].clone()
             self._write(hidden[:-1], tokens if len(hidden) > len(tokens) else tokens[1:])
+            self._waiting = hidden[-1:].clone()  # last: where writing fails, these tokens have not been followed
 
     def complete(self, token: int) -> None:
         """`token` will be fed next, in a loop: writes the row that waits for it."""

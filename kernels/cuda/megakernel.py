@@ -214,9 +214,6 @@ class Megakernel:
                 refused = error
         if not held:
             raise refused or Unsupported("a speculative loop does not fit this GPU")
-        self._drafter = load_drafter(head, drafting, self._loaded.retile, self._device)
-        self._drafting = held
-        self._kernels = {key: found for key, found in self._kernels.items() if not key[1]}
 
         def embed(ids: torch.Tensor) -> torch.Tensor:
             table = self._matrices_embed
@@ -224,7 +221,11 @@ class Megakernel:
             rows = dequantised_rows(str(table.format), table.group, q, scale, minimum)
             return rows * self.dims.embedding_multiplier
 
-        return DraftCache(head, embed, self.kv_cache[-1])
+        drafter = load_drafter(head, drafting, self._loaded.retile, self._device)
+        cache = DraftCache(head, embed, self.kv_cache[-1])
+        self._drafter, self._drafting = drafter, held
+        self._kernels = {key: found for key, found in self._kernels.items() if not key[1]}
+        return cache
 
     @property
     def draft_widths(self) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from engine.backends.cuda import COLUMNS, PASSES, CudaBackend, find_gpu
 from engine.errors import BackendError, ContextOverflow, DeviceOutOfMemory
 from engine.packed.model import PackedModel
 from engine.sampling import Sampling
+from kernels.build import CompileError
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaError, Driver, MappedMemory, Module, NotResident
 from kernels.cuda.plan import Unsupported
@@ -298,6 +301,46 @@ def test_a_head_that_the_kernel_does_not_run_is_one_line(backend: CudaBackend, m
     assert backend.step([1, 2]).logits.shape[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (CompileError("megakernel.cu does not compile"), "does not run this drafter: megakernel.cu does not compile"),
+        (Unsupported("a block cannot be resident"), "does not run this drafter: a block cannot be resident"),
+        (CudaError("cuModuleLoadData", driver.OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"), "out of memory"),
+    ],
+    ids=["compiler", "plan", "memory"],
+)
+def test_a_head_whose_kernel_cannot_be_had_is_not_held(
+    backend: CudaBackend, megakernel: FakeMegakernel, failure: Exception, message: str
+):
+    def fail(width: int, learned: bool) -> None:
+        raise failure
+
+    drafts = FakeDrafts()
+    megakernel.hold_drafter = lambda head: drafts  # type: ignore[attr-defined]
+    megakernel.draft_widths = (2, 4)  # type: ignore[attr-defined]
+    megakernel.compile = fail  # type: ignore[attr-defined]
+    with pytest.raises(BackendError, match=message):
+        backend.hold_head(SimpleNamespace(dims=SimpleNamespace(feature_layers=(1, 2))), 4)  # type: ignore[arg-type]
+    assert backend.head_widths == ()
+    backend.step([1, 2])
+    assert drafts.said == []
+
+
+def test_a_closed_backend_lets_go_of_the_head_s_cache(backend: CudaBackend, megakernel: FakeMegakernel):
+    drafts = FakeDrafts()
+    holding(backend, megakernel, drafts)
+    learned(backend, [5])
+    alive = weakref.ref(drafts)
+    del drafts, megakernel.hold_drafter  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        backend.close()
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_what_the_speculative_loop_cannot_do_is_refused(megakernel: FakeMegakernel):
     gpu = Driver(FakeLibcuda()).gpu()
     penalised = Sampling(repeat_penalty=1.1)
@@ -396,9 +439,10 @@ def test_the_watchdog_gives_up_a_kernel_that_does_not_stop(backend: CudaBackend,
         (NotResident("132 blocks cannot be resident at once"), "The kernel cannot start: 132 blocks", False),
         (CudaError("cuLaunchKernel", 719, "CUDA_ERROR_LAUNCH_FAILED"), "CUDA_ERROR_LAUNCH_FAILED", True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "out of memory in the middle of a step", False),
+        (CudaError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY"), "out of memory in the middle of a step", False),
         (torch.AcceleratorError("CUDA error: unspecified launch failure\nmore"), "unspecified launch failure", True),
     ],
-    ids=["not resident", "launch failed", "out of memory", "torch"],
+    ids=["not resident", "launch failed", "out of memory", "the driver's memory", "torch"],
 )
 def test_failures_of_a_step_are_one_line(
     backend: CudaBackend, megakernel: FakeMegakernel, failure: Exception, message: str, lost: bool
