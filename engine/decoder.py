@@ -32,6 +32,7 @@ from engine.sampling import Sampling, sample
 from engine.text.tokenizer import Tokenizer
 
 MEASURED_STEPS = 9  # single ones, before the first loop with a learned head
+OTHER_CONTEXT = 1.5  # and before one where a step reads so many times as much as then, or as little
 EVENT_SECONDS = 0.01  # faster decode steps share an event: at most about 100 a second
 
 
@@ -237,8 +238,12 @@ class _Generation:
         if not isinstance(backend, SpeculativeLoop) or not backend.can_speculate(self.sampling):
             self.notes.append(Note("The learned head does not draft with a repeat penalty: prompt lookup does"))
             return self._replace_drafter()
-        if self._goes_on() and fixed is None and not policy.knows_single:
-            yield from self._stream(backend, MEASURED_STEPS)  # what the loop is compared with
+        moved = backend.ledger(1, len(self.decoder.cached)).total
+        known = head.compared_bytes / OTHER_CONTEXT <= moved <= head.compared_bytes * OTHER_CONTEXT
+        if self._goes_on() and fixed is None and not known:
+            yield from self._stream(backend, MEASURED_STEPS)
+            if self._goes_on():
+                head.compared_bytes = moved
         width = head.width(fixed)
         if self._goes_on() and (fixed is not None or policy.opens_loop(width)):
             yield from self._stream_speculative(backend, head, width)

@@ -134,11 +134,6 @@ class DraftLength:
         return acceptance.declined == 0
 
     @property
-    def knows_single(self) -> bool:
-        """Whether a single step has been measured, which verifying is compared with."""
-        return 1 in self._costs
-
-    @property
     def paused(self) -> bool:
         """Drafts have been declined, one after the other, for a while, or have cost too much altogether."""
         return self._paused_for >= PROBE_AFTER or not self._solvent

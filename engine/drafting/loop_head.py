@@ -30,6 +30,7 @@ class LoopHead:
         self.least_match = LONG_MATCH if lookup else NO_LOOKUP
         self.max_draft = max(widths) - 1
         self.position = 0  # the decoder hands it no tokens
+        self.compared_bytes = 0  # that a single step read when it was measured, which the loop is compared with
 
     def width(self, drafts: int | None) -> int:
         """Of the loop to open; drafts: how many are wanted, where that is fixed."""

@@ -641,6 +641,20 @@ def test_a_head_in_the_loop_drafts_the_whole_reply(tokenizer, simulated):
         assert backend.learned[-1] == width
 
 
+def test_a_head_is_compared_with_single_steps_of_such_a_context(tokenizer, simulated):
+    """Of a step 1,000 bytes are weights, and one for each position."""
+    logits = hashed_logits(259)
+    backend = simulated(holding(FakeSpeculativeBackend(logits, context_size=2000), oracle(logits)))
+    decoder, head = Decoder(backend, tokenizer), LoopHead("auto", backend.head_widths, lookup=True)
+    single: list[int] = []
+    for length in (20, 300, 900, 1000, 20):
+        prompt = [(7 * i) % 250 + 3 for i in range(length)]
+        usage = end_of(list(decoder.generate(prompt, head_options(drafter=head, max_tokens=42)))).usage
+        single.append(usage.decode_steps - usage.verify_steps)  # the last of a loop may have no room for drafts
+    assert [steps // decoder_module.MEASURED_STEPS for steps in single] == [1, 0, 1, 0, 1]
+    assert decoder.follow(head).cost(1) == pytest.approx(backend.step_seconds)
+
+
 def test_a_head_that_does_not_pay_makes_room_for_lookup(tokenizer, simulated):
     backend = simulated(
         holding(FakeSpeculativeBackend(never_258, context_size=800), lambda known, count: [258] * count)
