@@ -305,6 +305,9 @@ __device__ __noinline__ void draft(const Parameters* p, Shared* s, Profile profi
         const DraftPass now{c, profile, pass, layers};
         now.choose(now.run());
     }
+    // What a pass hands to the head is written in no other layer, so from step to step its tag must change, too: one of
+    // three (hop.cuh). Where the layers in between, fc and a pass would bring back the same, one is skipped.
+    if constexpr ((LAYERS + 2) % 3 == 0) layers++;
     const int count = Speculation{*p, *s}.most_drafts();
     if (!s->stop && s->step.drafted == 0 && count > 0) {
         if (int(threadIdx.x) < count) s->step.tokens[1 + threadIdx.x] = s->draft.tokens[threadIdx.x];

@@ -384,6 +384,14 @@ def test_sms_begin_to_attend_in_the_middle_of_a_reply(tmp_path: Path):
     assert sum(step.accepted for step in steps)
 
 
+def test_what_the_last_step_s_drafter_left_is_not_taken_for_this_one_s(tmp_path: Path):
+    """Three layers of the loop from draft to draft, the target's, fc and a pass: as many as packets have tags."""
+    shape = replace(SMALL, dims=cyclic(128, 2, 1, 64, 128, layers=1), layers=(1,))
+    both = Bench(tmp_path, shape)
+    steps = both.check(REPETITIVE, GREEDY, 24)
+    assert sum(step.accepted for step in steps)
+
+
 def test_the_same_kernel_without_the_head(bench):
     both = bench(SMALL)
     ids = both.single_pass(REPETITIVE, WARM, 12)
