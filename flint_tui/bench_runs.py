@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ from engine.bench.compare import Outcome, run
 from engine.bench.conditions import Conditions, conditions
 from engine.bench.gguf_peer import find_gguf, gguf_bytes_per_token
 from engine.bench.workload import prompt_ids
-from engine.errors import BackendError, Cancelled
-from engine.loading import open_model
+from engine.errors import BackendError, Cancelled, UsageError
 from engine.machine.hardware import gpu_bandwidth, streaming_bandwidth
+from engine.packed.model import PackedModel
 from engine.text.tokenizer import Tokenizer
 from flint_tui.bench_quick import BenchResult, BenchRow, BenchStore, quick_bench
 from flint_tui.engine_door import OpenedEngine
@@ -25,6 +25,8 @@ from kernels.cpu.threads import default_threads
 
 if TYPE_CHECKING:
     from engine.loading import Engine
+
+SPARE = 16  # positions behind the last token of a comparison: a verify step may reach beyond it
 
 Say = Callable[[str], None]
 
@@ -64,43 +66,58 @@ def run_quick(
     return result, where
 
 
-def run_compare(
-    model: str | None,
+@dataclass(frozen=True)
+class Contest:
+    """A comparison that can begin. gguf: what llama.cpp and transformers are given."""
+
+    packed: PackedModel
+    arms: list[contestants.Arm]
+    gguf: Path | None
+    request: dict[str, Any]
+
+
+def prepare_compare(
+    packed: PackedModel,
     names: list[str] | None,
-    against: str | None,
-    rounds: int,
     prompt_tokens: int,
     tokens: int,
     gguf: Path | None,
     llama_python: str | None,
     threads: int | None,
-    say: Say,
-    note: Say,
-    answered: Say,
-) -> Outcome:
-    """A comparison on the machine as it is. say, note, answered: the listeners of engine.bench.compare.run."""
-    packed = open_model(model, notify=note)
-    if gguf is None and model is not None and model.lower().endswith(".gguf"):
-        gguf = Path(model)
+) -> Contest:
+    """Everything that can be wrong with what was asked for, before the minutes that a comparison takes. Raises
+    UsageError."""
+    trained = packed.config.max_position_embeddings
+    if prompt_tokens + tokens + SPARE > trained:
+        raise UsageError(
+            f"-p {prompt_tokens} and -n {tokens} are more than the {trained} positions of {packed.manifest.name}",
+            f"{SPARE} are kept free; take less of one",
+        )
     path, problem = find_gguf(packed, gguf)
-    gpu = _gpu()
     taking_part = contestants.find_arms(names, path, problem, llama_python)
     request = {
         "prompt": prompt_ids(Tokenizer.from_packed(packed), prompt_tokens),
         "tokens": tokens,
         "threads": threads or default_threads(),
-        "context": prompt_tokens + tokens + 16,
-        "gpu": gpu is not None,
+        "context": prompt_tokens + tokens + SPARE,
+        "gpu": _gpu() is not None,
         "model": str(packed.directory),
         "gguf": str(path) if path else None,
     }
+    return Contest(packed, taking_part, path, request)
+
+
+def run_compare(contest: Contest, against: str | None, rounds: int, say: Say, note: Say, answered: Say) -> Outcome:
+    """A comparison on the machine as it is. say, note, answered: the listeners of engine.bench.compare.run."""
+    request, gpu = contest.request, _gpu()
 
     def weights(arm: contestants.Arm) -> float | None:
-        if arm.name != "llama.cpp" or path is None:
+        if arm.name != "llama.cpp" or contest.gguf is None:
             return None
-        return gguf_bytes_per_token(path, packed.config, prompt_tokens + tokens / 2)
+        middle = len(request["prompt"]) + request["tokens"] / 2
+        return gguf_bytes_per_token(contest.gguf, contest.packed.config, middle)
 
-    outcome = run(taking_part, request, rounds, contestants.launch, against, weights, say, note, answered)
+    outcome = run(contest.arms, request, rounds, contestants.launch, against, weights, say, note, answered)
     on_cpu = [result for result in outcome.measured() if result.place == "cpu"]
     if on_cpu:
         rates = [(result.bytes_per_token or 0.0) * max(result.samples) / 1e9 for result in on_cpu]

@@ -34,9 +34,7 @@ def write(path: Path, parts: dict[str, dict[str, Any]], scrub: Scrubber | None =
     """Scrub and write PARTS, atomically. Raises ArchiveError where the file exists or cannot be written."""
     assert set(parts) == set(PARTS)
     scrub = scrub or Scrubber.of_this_machine()
-    if path.exists():
-        raise ArchiveError(f"{path} exists already", "Give another name with -o.")
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = require_new(path)
     try:
         with zipfile.ZipFile(partial, "x", zipfile.ZIP_DEFLATED) as archive:
             for name in PARTS:
@@ -50,6 +48,19 @@ def write(path: Path, parts: dict[str, dict[str, Any]], scrub: Scrubber | None =
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def require_new(path: Path) -> Path:
+    """Where the archive is written before it takes its name. Raises ArchiveError, also where no file can be made."""
+    if path.exists():
+        raise ArchiveError(f"{path} exists already", "Give another name with -o.")
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        partial.touch(exist_ok=False)
+        partial.unlink()
+    except OSError as error:
+        raise ArchiveError(f"{path} cannot be written: {error.strerror}", "Give another place with -o.") from None
+    return partial
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:

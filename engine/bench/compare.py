@@ -111,7 +111,8 @@ def run(
                 left = pace.left(racing, place, rounds - complete - 1)
                 answered(f"{pace.what}{_rate(result)}{pace}{left}")
             complete += 1
-            tell(f"round {complete} of {rounds}: {', '.join(map(_rate, sorted(contestants, key=_unmeasured)))}")
+            if contestants:
+                tell(f"round {complete} of {rounds}: {', '.join(map(_rate, sorted(contestants, key=_unmeasured)))}")
     except KeyboardInterrupt:
         if not complete:
             raise

@@ -170,14 +170,20 @@ def compare(
 
     from engine.bench.compare import outcome_json
     from engine.bench.compare_table import comparison_markdown
-    from flint_tui.bench_runs import run_compare
+    from engine.errors import UsageError
+    from engine.loading import open_model
+    from flint_tui.bench_runs import prepare_compare, run_compare
 
     busy = say_if_busy()
     names = arms.split(",") if arms else None
+    contest = prepare_compare(
+        open_model(model, notify=note), names, prompt, generate, gguf or named_gguf(model), llama_python, threads
+    )
+    taking_part = [arm.name for arm in contest.arms]
+    if against is not None and against not in taking_part:
+        raise UsageError(f"--against {against}: no such arm takes part", f"Use one of {', '.join(taking_part)}.")
     with status() as say, stoppable():
-        outcome = run_compare(
-            model, names, against, rounds, prompt, generate, gguf, llama_python, threads, say, note, plain
-        )
+        outcome = run_compare(contest, against, rounds, say, note, plain)
     if as_json:
         typer.echo(json.dumps(outcome_json(outcome) | {"note": busy}, indent=2))
     else:
@@ -215,32 +221,31 @@ def reproduce(
     import threading
     import time
 
-    from engine.bench.archive import FORMAT_VERSION, write
+    from engine.bench.archive import FORMAT_VERSION, require_new, write
     from engine.bench.arms import NAMES, OF_BACKEND
     from engine.bench.compare import outcome_json
     from engine.bench.conditions import utc_now
     from engine.bench.environment import environment
-    from engine.errors import ArchiveError
     from engine.machine.capabilities import inspect
     from flint_tui.bench_panel import quick_json
-    from flint_tui.bench_runs import run_compare, run_quick
+    from flint_tui.bench_runs import prepare_compare, run_compare, run_quick
 
     path = output or Path(f"flint-bench-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.zip")
-    if path.exists():  # known before the minutes that follow
-        raise ArchiveError(f"{path} exists already", "Give another name with -o.")
+    require_new(path)  # known before the minutes that follow
     busy = say_if_busy()
     machine = environment(inspect(note))
     engine = open_shown(model, backend.value, threads)
     names = arms.split(",") if arms else list(OF_BACKEND.get(engine.backend.name, NAMES))
     try:
+        contest = prepare_compare(
+            engine.model, names, prompt, generate, gguf or named_gguf(model), llama_python, threads
+        )
         with status() as say:
             result, where = run_quick(engine, threading.Event(), say, done=plain)
     finally:
         engine.close()
     with status() as say, stoppable():
-        outcome = run_compare(
-            model, names, None, rounds, prompt, generate, gguf, llama_python, threads, say, note, plain
-        )
+        outcome = run_compare(contest, None, rounds, say, note, plain)
     command = f"flint bench reproduce --rounds {rounds} -p {prompt} -n {generate} --backend {backend.value}"
     manifest = {
         "format_version": FORMAT_VERSION,
@@ -262,6 +267,10 @@ def reproduce(
     typer.echo(str(path))
     if outcome.stopped_of:
         raise typer.Exit(INTERRUPTED)
+    if not outcome.measured():
+        reasons = "; ".join(f"{result.arm.name}: {result.problem}" for result in outcome.results)
+        note(f"no arm could be measured, the archive holds the quick benchmark alone ({reasons})")
+        raise typer.Exit(1)
 
 
 @bench.command()
@@ -305,6 +314,11 @@ def open_shown(model: str | None, backend: str, threads: int | None) -> Engine:
 
     with show_progress() as report:
         return open_engine(model, backend, threads, notify=note, progress=report)
+
+
+def named_gguf(model: str | None) -> Path | None:
+    """The file, where the model is given as one."""
+    return Path(model) if model is not None and model.lower().endswith(".gguf") else None
 
 
 def note(line: str) -> None:

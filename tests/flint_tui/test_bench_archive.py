@@ -178,3 +178,44 @@ def test_an_existing_file_is_kept(archived: Path) -> None:
     result = flint("bench", "reproduce", "small", "-o", str(archived))
     assert (result.code, "exists already" in result.error) == (1, True)
     assert archived.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("-o", "nowhere/bench.zip"), "nowhere/bench.zip cannot be written: No such file or directory"),
+        (("-o", "small.txt/bench.zip"), "small.txt/bench.zip cannot be written: Not a directory"),
+        (("--arms", "cpu-single,vllm"), "No arm named 'vllm'"),
+        (("--arms", "cpu-single,"), "No arm named ''"),
+        (("-p", "100000"), "-p 100000 and -n 16 are more than the "),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(
+    engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.txt").touch()
+
+    def measured(*arguments: object, **named: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr("flint_tui.bench_runs.run_quick", measured)
+    result = flint("bench", "reproduce", "small", *SIZES, *given)
+    assert result.code in (1, 2)
+    assert result.error.startswith(said), result.stderr
+    assert not list(tmp_path.glob("*.zip"))
+
+
+def test_no_arm_at_all_is_a_failure_that_says_why(engine, tmp_path: Path) -> None:
+    path = tmp_path / "bench.zip"
+    result = flint("bench", "reproduce", "small", "-o", str(path), "--arms", "llama.cpp", *SIZES)
+    assert result.code == 1
+    assert "no arm could be measured" in result.stderr
+    assert "llama.cpp: needs the GGUF" in result.stderr
+    assert "flint: round" not in result.stderr
+    assert flint("bench", "show", str(path)).code == 0
+
+
+def test_the_base_must_take_part(engine) -> None:
+    result = flint("bench", "compare", "small", *SIZES, "--arms", "cpu-single,torch-single", "--against", "cpu")
+    assert (result.code, result.error) == (2, "--against cpu: no such arm takes part")
