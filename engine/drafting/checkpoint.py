@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from kernels.cuda.plan import DraftDims
 
 FORMAT = "flint-eagle-1"
 GROUP = 32
-HINT = "decoding goes on without it"
+HINT = "remove it, or make another one with `flint draft train`"
 
 
 def target_fingerprint(model: PackedModel) -> str:
@@ -153,10 +154,7 @@ def _own_head(name: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -
         raw["feature_layers"] = tuple(int(layer) for layer in raw["feature_layers"])
         if set(raw) != {f.name for f in fields(EagleConfig)}:
             raise ValueError("unknown or missing keys")
-        config = EagleConfig(**raw)
-        sizes = [v for v in asdict(config).values() if isinstance(v, int)]
-        if any(not 0 < size <= 1 << 20 for size in sizes):
-            raise ValueError("absurd sizes")
+        config = _checked(EagleConfig(**raw))
         state: dict[str, Tensor] = {"d2t": tensors.pop("d2t").long()}
         for key in list(tensors):
             if key.endswith(".q"):
@@ -169,6 +167,19 @@ def _own_head(name: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -
     except (KeyError, TypeError, ValueError) as error:
         raise DrafterError(f"{name} is a malformed drafter ({error})", HINT) from None
     return _filled(name, config, state)
+
+
+def _checked(config: EagleConfig) -> EagleConfig:
+    """Raises ValueError for values that no head has."""
+    sizes = [getattr(config, f.name) for f in fields(EagleConfig) if f.type == "int"]
+    if any(type(size) is not int or not 0 < size <= 1 << 20 for size in sizes):
+        raise ValueError("absurd sizes")
+    for number in (config.rms_norm_eps, config.rope_theta):
+        if type(number) not in (int, float) or not 0 < number < math.inf:
+            raise ValueError("rms_norm_eps and rope_theta must be numbers above 0")
+    if not config.feature_layers or config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise ValueError("no feature layers, or heads that do not divide")
+    return config
 
 
 def _matrix(name: str, q: np.ndarray, scale: np.ndarray, minimum: np.ndarray | None) -> Matrix:
@@ -245,7 +256,8 @@ def _public_head(path: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-5)),
             rope_theta=float(raw.get("rope_theta", 10000.0)),
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _checked(config)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise DrafterError(f"{name}: config.json is not an EAGLE-3 head's ({error})", HINT) from None
     return _filled(name, config, state)
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from engine.backends.torch_reference import TorchReference
 from engine.drafting.batched_target import BatchedTarget, StaticCache
 from engine.drafting.checkpoint import load_drafter, save_drafter, target_fingerprint
 from engine.drafting.corpus import Corpus, looping, read_shards
 from engine.drafting.eagle import EagleDrafter
-from engine.drafting.eagle_head import EagleHead
+from engine.drafting.eagle_head import EagleConfig, EagleHead
 from engine.drafting.evaluate import summarise, true_context
 from engine.drafting.harvest import Conversations, Harvester, HarvestOptions, OpeningTokens, TurnTokens, harvest
 from engine.drafting.train import Trainer, TrainOptions, eagle_config, start_from_target, train
@@ -402,6 +405,34 @@ def test_corrupt_drafters_give_one_line(model, target, shards, tmp_path):
             load_drafter(bad, model)
     with pytest.raises(DrafterError, match="no drafter"):
         load_drafter(tmp_path / "absent.safetensors", model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_heads", "x"),
+        ("hidden_size", True),
+        ("num_kv_heads", 3.0),
+        ("head_dim", 1 << 21),
+        ("feature_layers", []),
+        ("rope_theta", "x"),
+        ("rope_theta", 0.0),
+        ("rms_norm_eps", float("nan")),
+    ],
+)
+def test_a_drafter_s_config_holds_what_a_head_can_have(model, tmp_path, key, value):
+    path = tmp_path / "drafter.safetensors"
+    dims = dict.fromkeys(("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "target_vocab_size"), 32)
+    head = EagleHead(
+        EagleConfig(32, draft_vocab_size=32, feature_layers=(1,), rms_norm_eps=1e-5, rope_theta=1e4, **dims)
+    )
+    save_drafter(path, head, target_fingerprint(model))
+    with safe_open(path, framework="np") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata["config"] = json.dumps(json.loads(metadata["config"]) | {key: value})
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(DrafterError, match=r"drafter.safetensors is a malformed drafter \("):
+        load_drafter(path, model)
 
 
 def test_training_goes_on_from_a_drafter(model, target, shards, tmp_path):
