@@ -81,6 +81,7 @@ class Engine:
     _told: bool = False  # that "auto" leaves the learned head out
     _held: bool = False  # the learned head, by the backend's loop
     _refuses_head: str = ""  # why the backend's loop does
+    unreadable_head: str = ""  # what is wrong with the learned head that "auto" would have taken
 
     @property
     def name(self) -> str:
@@ -121,7 +122,7 @@ class Engine:
                 ):
                     self._told = True
                     slow = f"the learned head does not pay on the {self.backend.name} backend {OTHER_WAY}"
-                    yield Note(f"Drafting by prompt lookup alone: {self._refuses_head or slow}")
+                    yield Note(f"Drafting by prompt lookup alone: {self.unreadable_head or self._refuses_head or slow}")
             except DrafterError as failure:
                 yield Note(f"Speculation is off: {failure}")
         decode = DecodeOptions(
@@ -138,13 +139,24 @@ class Engine:
         """The drafter called `name`, and what takes its place where it does not pay.
 
         "auto" is the learned head where this model has one and it pays on the backend, in concert with prompt lookup;
-        else prompt lookup alone. Raises DrafterError where a learned one is wanted and cannot be had.
+        else, and where its file is no good, prompt lookup alone. Raises DrafterError where a learned one is wanted and
+        cannot be had.
         """
         if name not in DRAFTERS:
             raise UsageError(f"No drafter named {name!r}", f"Use one of {', '.join(DRAFTERS)}.")
         ngram = self._drafters.setdefault("ngram", NgramDrafter())
-        if name == "ngram":
+        if name == "ngram" or (name == "auto" and self.unreadable_head):
             return ngram, None
+        try:
+            return self._learned(name, ngram)
+        except DrafterError as failure:
+            if name == "eagle":
+                raise
+            self.unreadable_head = str(failure)
+            return ngram, None
+
+    def _learned(self, name: str, ngram: Drafter) -> tuple[Drafter, Drafter | None]:
+        """ "eagle" or "auto", as `drafters` returns them."""
         head = drafter_path(self.model)
         if name not in self._drafters and head is not None and (held := self._hold_head(name, head)):
             self._drafters[name] = held

@@ -48,6 +48,8 @@ def spec(
     engine = open_shown(model, backend.value, threads)
     try:
         engine.drafters(drafter.value)  # else both modes would be single pass
+        if engine.unreadable_head:
+            note(f"{engine.unreadable_head}: prompt lookup drafts alone")
         if draft_tokens is not None:
             draft_tokens = held(engine, drafter.value, draft_tokens)
         options = ReplyOptions(
@@ -105,6 +107,9 @@ def _print(rows: list[DomainResult], title: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from engine.errors import printable
 
     def table(*headings: str) -> Table:
         made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -115,16 +120,16 @@ def _print(rows: list[DomainResult], title: str) -> None:
     speed = table("domain", "single", "speculative", "ratio (95 %)", "worst", "length", "timed")
     same = table("domain", "equal", "near ties", "largest gap", "different")
     for row in rows:
-        answers, timing = row.answers, row.timing
+        domain, answers, timing = Text(printable(row.domain)), row.answers, row.timing  # the file's word, no markup
         gap = "-" if answers.largest_gap is None else f"{answers.largest_gap:.2g}"
         counts = (f"{answers.equal}/{answers.prompts}", str(answers.near_ties), gap, str(answers.different))
-        same.add_row(row.domain, *counts)
+        same.add_row(domain, *counts)
         if timing is None:
-            speed.add_row(row.domain, *"-----", "0")
+            speed.add_row(domain, *"-----", "0")
             continue
         seen = timing.comparison
         speed.add_row(
-            row.domain,
+            domain,
             f"{timing.single:.1f}",
             f"{timing.speculative:.1f}",
             f"{seen.ratio:.3f} ({seen.low:.3f}-{seen.high:.3f})" if seen else "-",

@@ -253,6 +253,9 @@ def _true_context(model, answers, depth: int):
 def _table(rows, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from engine.errors import printable
 
     table = Table(title=title, title_justify="left")
     for heading in ("domain", "length", "95 %", "by position", "true ctx", "drafting", "prompts"):
@@ -260,7 +263,7 @@ def _table(rows, title: str) -> None:
     for domain, row in rows.items():
         low, high = row["interval_95"]
         table.add_row(
-            domain,
+            Text(printable(domain)),
             f"{row['acceptance_length']:.2f}",
             f"{low:.2f}-{high:.2f}",
             " ".join(f"{rate:.2f}" for rate in row["per_position"]),

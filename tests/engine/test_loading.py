@@ -328,8 +328,20 @@ def test_auto_leaves_a_head_out_where_it_does_not_pay_and_says_so_once(engine, m
     ]
     assert not any(isinstance(e, Note) and "prompt lookup alone" in e.text for e in second)
     monkeypatch.setattr(loading, "HEAD_PAYS_ON", (engine.backend.name,))
-    with pytest.raises(DrafterError, match="not a readable drafter"):  # now it is read
-        engine.drafters("auto")
+    assert engine.drafters("auto")[0].name == "ngram"
+    assert "not a readable drafter" in engine.unreadable_head  # now it is read
+
+
+def test_auto_drafts_by_lookup_where_the_head_is_no_good_and_says_why(engine, monkeypatch):
+    (engine.model.directory / loading.DRAFTER_FILE).write_bytes(b"not a drafter")
+    monkeypatch.setattr(loading, "HEAD_PAYS_ON", (engine.backend.name,))
+    replies = [list(engine.reply(PROMPT, ReplyOptions("speculative", sampling=Sampling()))) for _ in range(2)]
+    (said,), nothing = ([e.text for e in reply if isinstance(e, Note) and "lookup" in e.text] for reply in replies)
+    assert said.startswith("Drafting by prompt lookup alone: drafter.safetensors is not a readable drafter (")
+    assert "eagle" not in said
+    assert nothing == []
+    with pytest.raises(DrafterError, match="not a readable drafter"):
+        engine.drafters("eagle")
 
 
 def test_a_backend_that_holds_the_head_drafts_in_its_loop(engine, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +72,8 @@ def test_an_interrupted_comparison_is_printed_and_ends_with_130(monkeypatch: pyt
 
     result = Result(Arm("cpu-single"), samples=[100.0, 102.0])
     outcome = Outcome([result], "cpu-single", 2, {"prompt": [1], "tokens": 5}, [], stopped_of=5)
+    monkeypatch.setattr("engine.loading.open_model", lambda *arguments, **named: None)
+    monkeypatch.setattr("flint_tui.bench_runs.prepare_compare", lambda *arguments: SimpleNamespace(arms=[result.arm]))
     monkeypatch.setattr("flint_tui.bench_runs.run_compare", lambda *arguments: outcome)
     printed = flint("bench", "compare")
     assert printed.code == 130
@@ -145,6 +148,15 @@ def test_spec_compares_the_modes_by_domain(spec, tmp_path: Path) -> None:
     assert "…" not in table
     assert "near tie" not in shown.stderr
     assert flint("bench", "spec", "--prompts", str(tmp_path / "absent.jsonl")).code == 2
+
+
+def test_a_prompt_file_s_domain_is_neither_markup_nor_control(spec, tmp_path: Path) -> None:
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text(json.dumps({"domain": "[/red]\x1b[31m", "text": "again and again and again"}))
+    result = spec("--prompts", str(odd))
+    assert result.code == 0, result.stderr
+    assert "[/red]\N{REPLACEMENT CHARACTER}[31m" in result.stdout
+    assert "\x1b" not in result.stdout
 
 
 @pytest.mark.parametrize(("apart", "code"), [(0.01, 0), (3.0, 1)])
