@@ -12,12 +12,17 @@ import json
 import os
 import string
 import tomllib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from engine.errors import FlintError
+from engine.errors import CheckpointError, FlintError
 from engine.files.paths import config_dir
+from engine.files.reading import FileMissing, read_text
+
+MOST_BYTES = 64 << 10  # of either file; all actions with their keys are 2 KiB
+MOST_TOLD = 5  # lines that are wrong; each is a notification
 
 
 class SettingsError(FlintError):
@@ -37,10 +42,12 @@ class Settings:
         """Raises SettingsError, naming the file and the key."""
         path = config_dir() / "settings.json"
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            raw = json.loads(read_text(path, MOST_BYTES))
+        except FileMissing:
             return cls()
-        except (OSError, ValueError) as error:
+        except CheckpointError as error:
+            raise SettingsError(str(error), "correct or remove it") from None
+        except (ValueError, RecursionError) as error:
             raise SettingsError(f"{path}: {error}", "correct or remove it") from None
         if not isinstance(raw, dict):
             raise SettingsError(f"{path}: expected an object", "correct or remove it")
@@ -74,11 +81,11 @@ def load_keys(known: tuple[str, ...]) -> tuple[dict[str, str], list[SettingsErro
     set before. Each costs its own entry, whose default stays; where something is set twice, the first counts."""
     path = keys_path()
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        text = read_text(path, MOST_BYTES).removeprefix("\ufeff")  # some editors begin with a byte order mark
+    except FileMissing:
         return {}, []
-    except (OSError, ValueError) as error:
-        return {}, [SettingsError(f"{path}: {error}", "correct or remove it")]
+    except CheckpointError as error:
+        return {}, [SettingsError(str(error), "correct or remove it")]
     entries, problems = _entries(text)
     keys: dict[str, str] = {}
     taken: dict[str, str] = {}  # key -> the action that has it
@@ -95,7 +102,10 @@ def load_keys(known: tuple[str, ...]) -> tuple[dict[str, str], list[SettingsErro
             continue
         keys[action] = str(value)
         taken |= dict.fromkeys(names, action)
-    return keys, [SettingsError(f"{path}: {problem}", hint) for problem, hint in problems]
+    told = [SettingsError(f"{path}: {problem}", hint) for problem, hint in problems[:MOST_TOLD]]
+    if len(problems) > MOST_TOLD:
+        told.append(SettingsError(f"{path}: {len(problems) - MOST_TOLD} more like these", "correct or remove it"))
+    return keys, told
 
 
 def _entries(text: str) -> tuple[list[tuple[str, object]], list[tuple[str, str]]]:
@@ -103,23 +113,32 @@ def _entries(text: str) -> tuple[list[tuple[str, object]], list[tuple[str, str]]
     problems = []
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         pass
     else:
         keys = raw.pop("keys", {})
         problems = [(f"{name}: expected one table, [keys]", "correct or remove it") for name in raw]
         if not isinstance(keys, dict):
             return [], [*problems, ("keys: expected a table, [keys]", "correct or remove it")]
-        return list(keys.items()), problems
+        return list(_flat(keys)), problems
     entries: list[tuple[str, object]] = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
             if line.split("#")[0].strip() != "[keys]":
-                entries += tomllib.loads(line).items()
-        except tomllib.TOMLDecodeError:
+                entries += _flat(tomllib.loads(line))
+        except (tomllib.TOMLDecodeError, RecursionError):
             problem = f"line {number} is not understood: {line.strip()[:60]}"
             problems.append((problem, 'write, for example, stop = "f5"'))
     return entries, problems
+
+
+def _flat(table: dict[str, object]) -> Iterator[tuple[str, object]]:
+    """composer.newline without its quotes is a table in TOML; the action is meant all the same."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", deeper) for inner, deeper in value.items())
+        else:
+            yield name, value
 
 
 def _key_problem(action: str, value: object, known: tuple[str, ...]) -> tuple[str, str]:

@@ -149,7 +149,37 @@ def test_lines_after_a_bad_one_count() -> None:
     assert [str(told).split("keys.toml: ")[1] for told in problems] == ['line 2 is not understood: stop = "f5']
 
 
-@pytest.mark.parametrize("text", ["[keys", "keys = 1", "\xff"])
+def test_a_file_full_of_errors_is_told_in_a_few_lines() -> None:
+    write_keys('[keys]\nstop = "f5"\n' + "nonsense\n" * 3000)
+    keys, problems = load_keys(("stop",))
+    assert keys == {"stop": "f5"}
+    assert len(problems) == 6
+    assert str(problems[-1]).endswith("keys.toml: 2995 more like these")
+
+
+def test_a_dotted_action_needs_no_quotes_and_a_byte_order_mark_is_none_of_the_text() -> None:
+    write_keys('\ufeff[keys]\ncomposer.newline = "f5"\n')
+    assert load_keys(("composer.newline",)) == ({"composer.newline": "f5"}, [])
+
+
+def test_a_pipe_in_the_place_of_a_settings_file_is_told_not_waited_for() -> None:
+    config_dir().mkdir(parents=True, exist_ok=True)
+    for name in ("keys.toml", "settings.json"):
+        os.mkfifo(config_dir() / name)
+    _, (problem,) = load_keys(("stop",))
+    assert str(problem).endswith("keys.toml: not a file")
+    with pytest.raises(SettingsError, match=r"settings.json: not a file"):
+        Settings.load()
+
+
+def test_settings_nested_without_end_are_one_line() -> None:
+    config_dir().mkdir(parents=True, exist_ok=True)
+    (config_dir() / "settings.json").write_text("[" * 60_000)
+    with pytest.raises(SettingsError):
+        Settings.load()
+
+
+@pytest.mark.parametrize("text", ["[keys", "keys = 1", "\xff", "a = " + "[" * 60_000, "x" * 70_000])
 def test_a_key_file_of_nothing_but_errors_is_told(text: str) -> None:
     config_dir().mkdir(parents=True, exist_ok=True)
     (config_dir() / "keys.toml").write_bytes(text.encode("latin-1"))
