@@ -88,6 +88,7 @@ def _stream(engine: Engine, messages: list[dict[str, str]], options: ChatOptions
     show = _Shower(sys.stdout)
     ids: list[int] = []
     text = ""
+    late: list[str] = []  # on a terminal a note would stand in the middle of a line of the answer
     for event in engine.reply(messages, wanted, cancel):
         match event:
             case Tokens():
@@ -95,11 +96,15 @@ def _stream(engine: Engine, messages: list[dict[str, str]], options: ChatOptions
                 text += event.text
                 if not options.json and not show(event.text):
                     cancel.set()
+            case Note() if text:
+                late.append(event.text)
             case Note():
                 _note(event.text)
             case Finished():
                 if not options.json and text:
                     show.end(newline=not text.endswith("\n"))
+                for line in late:
+                    _note(line)
                 return _Reply(ids, text, event, show.broken)
             case _:
                 pass  # prefill progress: nothing to see without a screen

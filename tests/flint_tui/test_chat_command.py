@@ -3,13 +3,14 @@ backend, the second in real processes on a small random model."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from engine.decoder import Decoder
 from engine.errors import ContextOverflow, FlintError, UsageError
+from engine.events import Event, Note, Tokens
 from engine.files.paths import models_dir
 from engine.loading import Engine
 from engine.machine.hardware import Bandwidth
@@ -192,6 +194,27 @@ def test_no_prompt_is_a_usage_error(prompt, scripted):
     scripted("never")
     with pytest.raises(UsageError, match="There is no prompt"):
         one_shot.answer(ChatOptions(prompt=prompt))
+
+
+def test_a_note_does_not_stand_within_the_answer(scripted, monkeypatch):
+    scripted("one two")
+    honest = Engine.reply
+
+    def reply(self: Engine, *arguments: Any) -> Iterator[Event]:
+        yield Note("before")
+        for event in honest(self, *arguments):
+            yield event
+            if isinstance(event, Tokens):
+                yield Note("within")
+
+    monkeypatch.setattr(Engine, "reply", reply)
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert one_shot.answer(ChatOptions(prompt="x", max_tokens=7, temperature=0.0)) == 0
+    said = terminal.getvalue().splitlines()
+    assert said[:2] == ["flint: before", "one two"]
+    assert set(said[2:]) == {"flint: within"}
 
 
 def test_what_counts_as_piped(tmp_path, monkeypatch):
