@@ -80,6 +80,8 @@ def load_drafter(path: Path, model: PackedModel) -> EagleHead:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
+        if weights_path.exists():  # safetensors says the same of a file that may not be read
+            raise DrafterError(f"{weights_path} cannot be read", "check its permissions") from None
         raise DrafterError(f"no drafter at {weights_path}", HINT) from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise DrafterError(f"{weights_path.name} is not a readable drafter ({error})", HINT) from None

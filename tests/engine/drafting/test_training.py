@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from engine.backends.torch_reference import TorchReference
+from engine.drafting import checkpoint
 from engine.drafting.batched_target import BatchedTarget, StaticCache
 from engine.drafting.checkpoint import load_drafter, save_drafter, target_fingerprint
 from engine.drafting.corpus import Corpus, looping, read_shards
@@ -432,6 +433,18 @@ def test_a_drafter_s_config_holds_what_a_head_can_have(model, tmp_path, key, val
     metadata["config"] = json.dumps(json.loads(metadata["config"]) | {key: value})
     save_file(tensors, path, metadata=metadata)
     with pytest.raises(DrafterError, match=r"drafter.safetensors is a malformed drafter \("):
+        load_drafter(path, model)
+
+
+def test_a_drafter_that_may_not_be_read_is_not_called_absent(model, tmp_path, monkeypatch):
+    path = tmp_path / "drafter.safetensors"
+    path.touch(mode=0)
+
+    def refused(*arguments, **named):  # as safetensors answers EACCES; root would be let in
+        raise FileNotFoundError("No such file or directory")
+
+    monkeypatch.setattr(checkpoint, "safe_open", refused)
+    with pytest.raises(DrafterError, match=r"drafter.safetensors cannot be read"):
         load_drafter(path, model)
 
 
