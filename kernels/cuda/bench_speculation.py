@@ -25,7 +25,7 @@ from kernels.cuda.check import CASES, compile_all, plan_of
 from kernels.cuda.drafting import DraftHead
 from kernels.cuda.driver import Driver
 from kernels.cuda.loading import DRAFT_NORMS
-from kernels.cuda.plan import DraftDims, KernelDims, plan_drafter
+from kernels.cuda.plan import DraftDims, KernelDims, draft_matrix_sizes, plan_drafter
 
 DRAFT_VOCAB = 16384
 SIXTEENTHS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112)  # drafts accepted in 16 steps
@@ -38,25 +38,16 @@ def random_head(dims: KernelDims) -> DraftHead:
     from kernels.cuda.reference import DEVICE, random_matrix
 
     layers = tuple(sorted({2, dims.layers // 2, dims.layers - 3}))
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    sizes = {
-        "fc": (dims.hidden, len(layers) * dims.hidden),
-        "q": (queries, 2 * dims.hidden),
-        "k": (keys, 2 * dims.hidden),
-        "v": (keys, 2 * dims.hidden),
-        "o": (dims.hidden, queries),
-        "gate": (dims.intermediate, dims.hidden),
-        "up": (dims.intermediate, dims.hidden),
-        "down": (dims.hidden, dims.intermediate),
-    }
-    generator = torch.Generator(DEVICE).manual_seed(2)
-    matrices = {name: random_matrix(*size, "int8", 32, generator) for name, size in sizes.items()}
-    matrices["head"] = random_matrix(DRAFT_VOCAB, dims.hidden, "int4_asymmetric", 32, generator)
-    vectors = {name: torch.ones(dims.hidden).numpy() for name in DRAFT_NORMS}
-    frequencies = (1e4 ** (-torch.arange(0, dims.head_dim, 2, dtype=torch.float32) / dims.head_dim)).numpy()
     draft = DraftDims(
         dims.intermediate, DRAFT_VOCAB, layers, dims.heads, dims.kv_heads, dims.head_dim, dims.rms_norm_eps
     )
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    matrices = {
+        name: random_matrix(*size, "int4_asymmetric" if name == "head" else "int8", 32, generator)
+        for name, size in draft_matrix_sizes(dims, draft).items()
+    }
+    vectors = {name: torch.ones(dims.hidden).numpy() for name in DRAFT_NORMS}
+    frequencies = (1e4 ** (-torch.arange(0, dims.head_dim, 2, dtype=torch.float32) / dims.head_dim)).numpy()
     return DraftHead(draft, matrices, vectors, frequencies, torch.arange(DRAFT_VOCAB).numpy())
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kernels.cuda.kv_layout import KV_BLOCK, pack_keys, pack_values, unpack_keys, unpack_values
+from kernels.cuda.loading import on_device
 from kernels.cuda.plan import DraftDims, StoredMatrix
 
 if TYPE_CHECKING:
@@ -121,8 +122,7 @@ class DraftCache:
 
 def dequantised(m: StoredMatrix, device: Any) -> Tensor:
     """float32 [n, k] of a packed matrix (engine/packed/model.py), on `device`."""
-    q, scale, minimum = (_on(device, part) for part in (m.q, m.scale, m.minimum))
-    return dequantised_rows(m.format, m.group, q, scale, minimum)
+    return dequantised_rows(m.format, m.group, *on_device(m, device))
 
 
 def dequantised_rows(kind: str, group: int, q: Any, scale: Any, minimum: Any) -> Tensor:
@@ -141,13 +141,3 @@ def dequantised_rows(kind: str, group: int, q: Any, scale: Any, minimum: Any) ->
     if minimum is not None:
         x += minimum.view(torch.float16).float()[..., None]
     return x.flatten(1)
-
-
-def _on(device: Any, array: Any) -> Any:
-    import numpy as np
-    import torch
-
-    if array is None or isinstance(array, torch.Tensor):
-        return array if array is None else array.to(device)
-    array = np.array(array)  # a copy: memory maps are not writeable
-    return torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array).to(device)

@@ -107,7 +107,7 @@ def load_weights(
         retile("o", layer, matrices[name + "o"])
         retile("gate_up", layer, matrices[name + "gate"], matrices[name + "up"])
         retile("down", layer, matrices[name + "down"])
-    embedding = _on_device(matrices["embed"], device)
+    embedding = on_device(matrices["embed"], device)
     retile("head", 0, matrices["embed" if dims.tied_head else "head"])
 
     def table(names: tuple[str, ...], *last: str) -> torch.Tensor:
@@ -202,8 +202,8 @@ class _Retiler:
         """The tiles of `phase` from tile `first` on. high: up, whose rows share tiles with those of `matrix`, gate."""
         import torch
 
-        low = _on_device(matrix, self._device)
-        sources = low, low if high is None else _on_device(high, self._device)
+        low = on_device(matrix, self._device)
+        sources = low, low if high is None else on_device(high, self._device)
         cut = self._tiled.phases[phase]
         tiles = -(-matrix.n // (TILE_ROWS if high is None else TILE_ROWS // 2))
         offset, layer_stride, chunk_stride = self._places[phase][first : first + tiles].T
@@ -222,7 +222,7 @@ class _Retiler:
         stream.synchronize()  # the staging tensors are freed on return
 
 
-def _on_device(matrix: StoredMatrix, device: torch.device) -> tuple[Any, Any, Any]:
+def on_device(matrix: StoredMatrix, device: torch.device) -> tuple[Any, Any, Any]:
     """Values, scales and minima as packed; what is there already stays where it is."""
     import torch
 

@@ -186,11 +186,27 @@ def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix]) -> dict[st
     return {name: _phase(name, names[name], matrices, *sizes[name], wide=name == "down") for name in PHASES}
 
 
+def draft_matrix_sizes(dims: KernelDims, draft: DraftDims) -> dict[str, tuple[int, int]]:
+    """Rows and input channels of the matrices of a learned drafter for a model of shape `dims`, by name."""
+    hidden, queries, keys = dims.hidden, dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    return {
+        "fc": (hidden, len(draft.feature_layers) * hidden),
+        "q": (queries, 2 * hidden),
+        "k": (keys, 2 * hidden),
+        "v": (keys, 2 * hidden),
+        "o": (hidden, queries),
+        "gate": (draft.intermediate, hidden),
+        "up": (draft.intermediate, hidden),
+        "down": (hidden, draft.intermediate),
+        "head": (draft.vocab, hidden),
+    }
+
+
 def draft_phases(
     dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int
 ) -> dict[str, Phase]:
-    """The phases of a learned drafter for a model of shape `dims`, from its matrices: "fc", "q", "k", "v", "o", "gate",
-    "up", "down", "head". Raises Unsupported."""
+    """The phases of a learned drafter for a model of shape `dims`, from its matrices, named as in draft_matrix_sizes.
+    Raises Unsupported."""
     own, epsilon = (draft.heads, draft.kv_heads, draft.head_dim), draft.rms_norm_eps
     same = math.isclose(epsilon, dims.rms_norm_eps, rel_tol=1e-4)  # a GGUF file has it in single precision
     if own != (dims.heads, dims.kv_heads, dims.head_dim) or not same:
@@ -199,18 +215,14 @@ def draft_phases(
     if not read or len(set(read)) < len(read) or any(not 0 < layer <= dims.layers for layer in read):
         raise Unsupported(f"a drafter that reads the model at layers {draft.feature_layers}")
     parts = {"qkv": ["q", "k", "v"], "gate_up": ["gate", "up"]}
-    sizes = {
-        "fc": (dims.hidden, len(draft.feature_layers) * dims.hidden),
-        "qkv": (dims.qkv_rows, 2 * dims.hidden),
-        "o": (dims.hidden, dims.heads * dims.head_dim),
-        "gate_up": (2 * draft.intermediate, dims.hidden),
-        "down": (dims.hidden, draft.intermediate),
-        "head": (draft.vocab, dims.hidden),
-    }
-    phases = {
-        name: _phase(name, parts.get(name, [name]), matrices, *sizes[name], wide=name in ("fc", "down"))
-        for name in DRAFT_PHASES
-    }
+    sizes = draft_matrix_sizes(dims, draft)
+
+    def phase(name: str) -> Phase:
+        of = parts.get(name, [name])
+        rows, inputs = sum(sizes[part][0] for part in of), sizes[of[0]][1]
+        return _phase(name, of, matrices, rows, inputs, wide=name in ("fc", "down"))
+
+    phases = {name: phase(name) for name in DRAFT_PHASES}
     wide = phases["qkv"]  # a token's embedding, then the hidden state: each has a norm of its own
     if dims.hidden % max(wide.group, BLOCK_K):
         raise Unsupported(f"a drafter's qkv in groups of {wide.group}")

@@ -19,6 +19,7 @@ from kernels.cuda.plan import (
     KernelDims,
     Plan,
     Unsupported,
+    draft_matrix_sizes,
     make_plan,
     phases_of,
     plan_drafter,
@@ -64,12 +65,11 @@ def drafter_for(dims: KernelDims, sms: int) -> Drafting:
     """A head of the model's proportions, stored as the shipped one."""
     layers = (2, dims.layers // 2, dims.layers - 3)
     draft = DraftDims(dims.intermediate, 16384, layers, dims.heads, dims.kv_heads, dims.head_dim, dims.rms_norm_eps)
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    sizes = {"fc": (dims.hidden, 3 * dims.hidden), "q": (queries, 2 * dims.hidden), "k": (keys, 2 * dims.hidden)}
-    sizes |= {"v": sizes["k"], "o": (dims.hidden, queries), "gate": (dims.intermediate, dims.hidden)}
-    sizes |= {"up": sizes["gate"], "down": (dims.hidden, dims.intermediate)}
-    matrices = {name: Stored("int8", 32, *size) for name, size in sizes.items()}
-    return plan_drafter(dims, draft, matrices | {"head": Stored("int4_asymmetric", 32, 16384, dims.hidden)}, sms)
+    matrices = {
+        name: Stored("int4_asymmetric" if name == "head" else "int8", 32, *size)
+        for name, size in draft_matrix_sizes(dims, draft).items()
+    }
+    return plan_drafter(dims, draft, matrices, sms)
 
 
 @pytest.mark.parametrize(
