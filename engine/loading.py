@@ -182,7 +182,7 @@ class Engine:
         return drafter.max_draft
 
     def _hold_head(self, name: str, path: Path) -> Drafter | None:
-        """The head inside the backend's loop, where that can be."""
+        """The head inside the backend's loop, where that can be. Raises DrafterError for a file that is no good."""
         hold = getattr(self.backend, "hold_head", None)
         if hold is None or self._refuses_head:
             return None
@@ -193,9 +193,6 @@ class Engine:
                 hold(draft_head(path, self.model), BEST_WIDTH)
             except BackendError as failure:
                 self._refuses_head = f"{failure} {OTHER_WAY}"
-                return None
-            except DrafterError as failure:  # no way takes it
-                self._refuses_head = str(failure)
                 return None
             self._held = True
         assert isinstance(self.backend, SpeculativeLoop)
