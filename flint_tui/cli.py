@@ -14,12 +14,12 @@ _before = signal.getsignal(signal.SIGINT)
 if _before is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import io  # noqa: E402
 import sys  # noqa: E402
 from typing import Annotated  # noqa: E402
 
 import typer  # noqa: E402
 
+from flint_tui import streams  # noqa: E402
 from flint_tui.commands import HelpfulGroup, bench, chat, doctor, draft, eval, models, pack, roofline  # noqa: E402
 
 app = typer.Typer(
@@ -70,6 +70,8 @@ def report(error: BaseException) -> int:
         raise error
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, BrokenPipeError):
+        return 1  # whoever read the output has seen enough
     from engine.errors import FlintError, UsageError, printable
     from engine.files.disk import FULL
 
@@ -78,7 +80,7 @@ def report(error: BaseException) -> int:
             message, hint = str(error), error.hint
         case MemoryError():
             message, hint = "There is not enough memory", "close other programs, or take a smaller model or --ctx"
-        case OSError() if error.filename or error.errno in FULL:  # writing to a stream names no file
+        case OSError() if error.filename or error.errno in FULL:  # writing to an open file names none
             message = f"{error.filename or 'The output could not be written'}: {error.strerror}"
             hint = "check that it exists, its permissions, and the room on its disk"
         case _:
@@ -89,29 +91,10 @@ def report(error: BaseException) -> int:
     return 2 if isinstance(error, UsageError) else 1
 
 
-def mend_streams() -> None:
-    """Make the standard streams safe to use, whatever the caller left of them.
-
-    A closed one leads nowhere: else the next file that is opened would take its number, and be written to by any
-    library that prints. What a stream's encoding does not have is replaced; a path's bytes that are not UTF-8 come out
-    as they are.
-    """
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  it stays open
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")
-        sys.stdout.reconfigure(errors="surrogateescape" if utf8 else "replace")
-
-
 def main() -> None:
     """Entry point."""
     try:
-        mend_streams()
+        streams.mend()
         try:
             app()
         finally:
