@@ -4,7 +4,8 @@
 // never goes through the cache on its way here. Splits of equal length go to SMs (split s of KV head h: SM s * KV_HEADS +
 // h); their number grows with the context. In an SM, the ring delivers the cached blocks, warp by warp. Queries are
 // taken 8 rows at a time; each is two rows of the tensor-core tile, high and low part in bf16, so that scores carry 16
-// bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022).
+// bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). One warp somewhere
+// merges the splits of a row, so that all SMs read one result instead of sixteen parts.
 #pragma once
 #include "gemv.cuh"
 #include "kv_layout.cuh"
@@ -54,76 +55,115 @@ __device__ __forceinline__ void rotary_table(const Context& c, int position, con
     }
 }
 
+// Lanes that share a row of queries, keys, values or sums, four dimensions each, and rows that a warp has at once.
+constexpr int ROW_LANES = HEAD_DIM < 128 ? HEAD_DIM / 4 : 32, ROWS_AT_ONCE = 32 / ROW_LANES;
+constexpr int ROW_STEPS = HEAD_DIM / 4 / ROW_LANES;
+
+template <class F>
+__device__ __forceinline__ float over_row(float v, F f) {  // all lanes of a row get f over their values
+#pragma unroll
+    for (int o = ROW_LANES / 2; o; o >>= 1) v = f(v, __shfl_xor_sync(ALL_LANES, v, o));
+    return v;
+}
+
 // Receives the rows of this KV head: queries, and with the tail the new keys and values. Turns them, keeps the queries
-// and the tail in the arena and writes the new keys and values to the cache. A warp takes one row of HEAD_DIM.
+// and the tail in the arena and writes the new keys and values to the cache.
 __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& share, int layer, int position, Epoch epoch) {
-    constexpr int HALF = HEAD_DIM / 2, PAIRS = HALF / 32;
+    constexpr int HALF = HEAD_DIM / 2;
     AttentionArena& arena = *reinterpret_cast<AttentionArena*>(c.arena);
     u16* const cache = c.p.kv + layer * c.p.kv_layer_stride + share.head * c.p.kv_head_stride;
-    const int rows = QUERY_ROWS + (share.tail ? 2 * COLUMNS : 0);
-    for (int row = c.warp; row < rows; row += WARPS) {
-        const int kind = row < QUERY_ROWS ? 0 : row < QUERY_ROWS + COLUMNS ? 1 : 2;  // query, key, value
-        const int column = kind == 0 ? row / GROUP_HEADS : (row - QUERY_ROWS) % COLUMNS;
+    const int rows = QUERY_ROWS + (share.tail ? 2 * COLUMNS : 0), own = c.lane % ROW_LANES;
+    const auto kind_of = [](int row) { return row < QUERY_ROWS ? 0 : row < QUERY_ROWS + COLUMNS ? 1 : 2; };  // query, key, value
+    const auto column_of = [](int row) { return row < QUERY_ROWS ? row / GROUP_HEADS : (row - QUERY_ROWS) % COLUMNS; };
+    // A lane has two consecutive dimensions of each rotary half.
+    uint2 w[ROW_STEPS][2];
+    const auto load = [&](int row) {
+        row = min(row, rows - 1);
+        const int kind = kind_of(row);
         const int source = kind == 0 ? (share.head * GROUP_HEADS + row % GROUP_HEADS) * HEAD_DIM
                                      : (HEADS + (kind - 1) * KV_HEADS + share.head) * HEAD_DIM;
-        const u32* const words = c.p.scratch + HOP_QKV + column * QKV_ROWS_TOTAL + source;
+        const u32* const words = c.p.scratch + HOP_QKV + column_of(row) * QKV_ROWS_TOTAL + source + own * 2;
+#pragma unroll
+        for (int i = 0; i < ROW_STEPS; i++) {
+            w[i][0] = load_words2(words + i * 64);
+            w[i][1] = load_words2(words + i * 64 + HALF);
+        }
+    };
+    const int first = c.warp * ROWS_AT_ONCE + c.lane / ROW_LANES;
+    constexpr int STEP = WARPS * ROWS_AT_ONCE;
+    if (c.warp * ROWS_AT_ONCE < rows) load(first);
+    for (int row = first; row - c.lane / ROW_LANES < rows; row += STEP) {
+        const int kind = kind_of(row), column = column_of(row);
+        const bool inside = row < rows;
         const float* const norm = QK_NORM && kind < 2 && layer < LAYERS ? c.p.head_norms + (layer * 2 + kind) * HEAD_DIM : nullptr;
-        u32 w[PAIRS][2];
         Watchdog watchdog;
         while (true) {
             bool ready = true;
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++) {
-                w[i][0] = load_word(words + c.lane + i * 32);
-                w[i][1] = load_word(words + c.lane + i * 32 + HALF);
-                ready &= fresh(w[i][0], epoch) && fresh(w[i][1], epoch);
-            }
+            for (int i = 0; i < ROW_STEPS; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) ready &= fresh(w[i][half].x, epoch) && fresh(w[i][half].y, epoch);
             if (__all_sync(ALL_LANES, ready)) break;
+            load(row);
             watchdog.tick(WAIT_QKV);
         }
-        float v[PAIRS][2], scale = 1.0f;
+        float v[ROW_STEPS][2][2], squares = 0.0f;
 #pragma unroll
-        for (int i = 0; i < PAIRS; i++) v[i][0] = value_of(w[i][0]), v[i][1] = value_of(w[i][1]);
-        if (norm) {
-            float squares = 0.0f;
+        for (int i = 0; i < ROW_STEPS; i++)
 #pragma unroll
-            for (int i = 0; i < PAIRS; i++) squares += v[i][0] * v[i][0] + v[i][1] * v[i][1];
-            scale = rsqrtf(warp_sum(squares) * (1.0f / HEAD_DIM) + RMS_EPS);
-        }
-#pragma unroll
-        for (int i = 0; i < PAIRS; i++) {
-            const int d = c.lane + i * 32;
-            float a = v[i][0], b = v[i][1];
-            if (norm) a *= scale * __ldg(norm + d), b *= scale * __ldg(norm + d + HALF);
-            if (kind < 2) {
-                const float cosine = c.s.rope[column][d], sine = c.s.rope[column][HALF + d];
-                const float turned = a * cosine - b * sine;
-                b = b * cosine + a * sine;
-                a = turned;
+            for (int half = 0; half < 2; half++) {
+                v[i][half][0] = value_of(w[i][half].x), v[i][half][1] = value_of(w[i][half].y);
+                squares += v[i][half][0] * v[i][half][0] + v[i][half][1] * v[i][half][1];
             }
-            if (kind == 0) {
-                a *= ATTENTION_MULTIPLIER * LOG2_E, b *= ATTENTION_MULTIPLIER * LOG2_E;
-                const u32 high = to_bf16x2(a, b);
-                const u32 low = to_bf16x2(a - from_bf16(high & 0xffff), b - __uint_as_float(high & 0xffff0000));
-                u16* const h = reinterpret_cast<u16*>(arena.queries[row / 8][0]);
-                u16* const l = reinterpret_cast<u16*>(arena.queries[row / 8][1]);
-                const int at = key_offset<HEAD_DIM>(row % 8, d), at_half = key_offset<HEAD_DIM>(row % 8, d + HALF);
-                h[at] = u16(high), h[at_half] = u16(high >> 16);
-                l[at] = u16(low), l[at_half] = u16(low >> 16);
-            } else {
-                const u32 both = to_bf16x2(a, b);
-                u16* const tail = reinterpret_cast<u16*>(arena.tail);
-                const int at = kind == 1 ? key_offset<HEAD_DIM>(column, d) : value_offset<HEAD_DIM>(column, d);
-                const int at_half =
-                    kind == 1 ? key_offset<HEAD_DIM>(column, d + HALF) : value_offset<HEAD_DIM>(column, d + HALF);
-                tail[at] = u16(both), tail[at_half] = u16(both >> 16);
-                if (column < c.p.columns) {
-                    const int p = position + column, in = p % KV_BLOCK;
-                    u16* const block = cache + size_t(p / KV_BLOCK) * (KV_BYTES / 2);
-                    block[kind == 1 ? key_offset<HEAD_DIM>(in, d) : value_offset<HEAD_DIM>(in, d)] = u16(both);
-                    block[kind == 1 ? key_offset<HEAD_DIM>(in, d + HALF) : value_offset<HEAD_DIM>(in, d + HALF)] =
-                        u16(both >> 16);
+        if (row - c.lane / ROW_LANES + STEP < rows) load(row + STEP);  // on its way while this one is turned
+        float scale = 1.0f;
+        if constexpr (QK_NORM)
+            scale = rsqrtf(over_row(squares, [](float a, float b) { return a + b; }) * (1.0f / HEAD_DIM) + RMS_EPS);
+        if (!inside) continue;
+#pragma unroll
+        for (int i = 0; i < ROW_STEPS; i++) {
+            const int d = own * 2 + i * 64;
+            float a[2], b[2];
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                a[e] = v[i][0][e], b[e] = v[i][1][e];
+                if (norm) a[e] *= scale * __ldg(norm + d + e), b[e] *= scale * __ldg(norm + d + e + HALF);
+                if (kind < 2) {
+                    const float cosine = c.s.rope[column][d + e], sine = c.s.rope[column][HALF + d + e];
+                    const float turned = a[e] * cosine - b[e] * sine;
+                    b[e] = b[e] * cosine + a[e] * sine;
+                    a[e] = turned;
                 }
+                if (kind == 0) a[e] *= ATTENTION_MULTIPLIER * LOG2_E, b[e] *= ATTENTION_MULTIPLIER * LOG2_E;
+            }
+            const u32 first_half = to_bf16x2(a[0], a[1]), other_half = to_bf16x2(b[0], b[1]);
+            if (kind == 0) {
+                const auto low_part = [](const float (&x)[2], u32 high) {
+                    return to_bf16x2(x[0] - from_bf16(high & 0xffff), x[1] - __uint_as_float(high & 0xffff0000));
+                };
+                u8* const high = arena.queries[row / 8][0];
+                u8* const low = arena.queries[row / 8][1];
+                const int at = 2 * key_offset<HEAD_DIM>(row % 8, d), at_half = 2 * key_offset<HEAD_DIM>(row % 8, d + HALF);
+                *reinterpret_cast<u32*>(high + at) = first_half, *reinterpret_cast<u32*>(high + at_half) = other_half;
+                *reinterpret_cast<u32*>(low + at) = low_part(a, first_half);
+                *reinterpret_cast<u32*>(low + at_half) = low_part(b, other_half);
+            } else {
+                const int at_position = position + column, in = at_position % KV_BLOCK;
+                u16* const block = cache + size_t(at_position / KV_BLOCK) * (KV_BYTES / 2);
+                const auto store = [&](u16* to, int in_block) {
+                    if (kind == 1) {
+                        *reinterpret_cast<u32*>(to + key_offset<HEAD_DIM>(in_block, d)) = first_half;
+                        *reinterpret_cast<u32*>(to + key_offset<HEAD_DIM>(in_block, d + HALF)) = other_half;
+                        return;
+                    }
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        to[value_offset<HEAD_DIM>(in_block, d + e)] = u16(first_half >> (16 * e));
+                        to[value_offset<HEAD_DIM>(in_block, d + e + HALF)] = u16(other_half >> (16 * e));
+                    }
+                };
+                store(reinterpret_cast<u16*>(arena.tail), column);
+                if (column < c.p.columns) store(block, in);
             }
         }
     }
@@ -282,30 +322,38 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     c.sync();
     profile.stamp(5);
     c.forget();
-    // One warp merges one row over the warps that had keys.
-    const int parts = min(KEY_WARPS, share.blocks + int(share.tail));
-    for (int row = c.warp; row < QUERY_ROWS; row += WARPS) {
+    // The lanes of a row merge it over the warps that had keys.
+    const int parts = min(KEY_WARPS, share.blocks + int(share.tail)), own_lane = c.lane % ROW_LANES;
+    static_assert(KEY_WARPS <= ROW_LANES, "a lane holds a warp's weight");
+    for (int first_row = c.warp * ROWS_AT_ONCE; first_row < QUERY_ROWS; first_row += WARPS * ROWS_AT_ONCE) {
+        const bool inside = first_row + c.lane / ROW_LANES < QUERY_ROWS;
+        const int row = min(first_row + c.lane / ROW_LANES, QUERY_ROWS - 1);
         const int first = row / 8 * KEY_WARPS, g = row % 8;
-        const float2 own = c.lane < parts ? arena.weights[first + c.lane][g] : make_float2(NOTHING, 0.0f);
+        const float2 own = own_lane < parts ? arena.weights[first + own_lane][g] : make_float2(NOTHING, 0.0f);
         // The published maximum must be exact, so it is one that a word can hold.
-        const float largest = value_of(__float_as_uint(warp_max(own.x)));
+        const float top = over_row(own.x, [](float a, float b) { return fmaxf(a, b); });
+        const float largest = value_of(__float_as_uint(top));
         const float factor = own.y > 0.0f ? exp2_fast(own.x - largest) : 0.0f;
-        const float sum = warp_sum(factor * own.y);
+        const float sum = over_row(factor * own.y, [](float a, float b) { return a + b; });
         const int column = row / GROUP_HEADS, head = share.head * GROUP_HEADS + row % GROUP_HEADS;
         const int at = (column * HEADS + head) * MAX_SPLITS + share.split;
-        // Before the values, so that their readers have the splits' shares by the time the values come.
-        if (c.lane < 2) store_word(c.p.scratch + HOP_WEIGHTS + at * 2 + c.lane, word(c.lane ? sum : largest, epoch));
-        float value[HEAD_DIM / 32] = {};
+        if (inside && own_lane == 0)
+            store_words2(c.p.scratch + HOP_WEIGHTS + at * 2, make_uint2(word(largest, epoch), word(sum, epoch)));
+        float value[ROW_STEPS][4] = {};
 #pragma unroll 4
         for (int w = 0; w < parts; w++) {
-            const float f = __shfl_sync(ALL_LANES, factor, w);
+            const float f = __shfl_sync(ALL_LANES, factor, c.lane / ROW_LANES * ROW_LANES + w);
 #pragma unroll
-            for (int i = 0; i < HEAD_DIM / 32; i++) value[i] += f * arena.sums[first + w][g][i * 32 + c.lane];
+            for (int i = 0; i < ROW_STEPS; i++) {
+                const float4 v = *reinterpret_cast<const float4*>(&arena.sums[first + w][g][(i * ROW_LANES + own_lane) * 4]);
+                value[i][0] += f * v.x, value[i][1] += f * v.y, value[i][2] += f * v.z, value[i][3] += f * v.w;
+            }
         }
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; i++) {
-            u32* const packets = c.p.scratch + HOP_ATTENTION + (at * HEAD_DIM + i * 32 + c.lane - c.lane % PACKET) / 2;
-            publish<1>(packets, value[i], epoch, c.lane, true);
+        for (int i = 0; i < ROW_STEPS; i++) {
+            const int dim = (i * ROW_LANES + own_lane) * 4;
+            u32* const packet = c.p.scratch + HOP_ATTENTION + (at * HEAD_DIM + dim - dim % PACKET) / 2;
+            publish4(packet, value[i], epoch, c.lane, inside);
         }
     }
     c.sync();  // the arena belongs to the next phase's activations
@@ -318,127 +366,72 @@ __device__ __forceinline__ float field(u32 flipped, int half) {
     return __uint_as_float(__byte_perm(flipped, 0x4b000000u, half ? 0x7432 : 0x7410)) - 8421376.0f;
 }
 
-// Stages the input of the output projection: the splits' partial results, weighted and summed.
-template <class P>
-struct AttentionInput {
-    using I = Items<P>;
-    static constexpr int LANES = HEAD_DIM / PACKET;          // that share a head
-    static constexpr int OWN = LANES < 16 ? 16 / LANES : 1;  // splits whose weights a lane holds: l % LANES + i * LANES
-    static constexpr int AT_ONCE = 4;                        // splits
-    static_assert(MAX_SPLITS <= 16 && LANES <= 32, "a head's lanes hold its splits' weights");
-
-    const Context& c;
-    const int splits;
-    const Epoch epoch;
-    const u32 *weights, *packets;  // of the lane's head and channels in the item at hand
-    uint2 weight[OWN];
-    uint4 w[AT_ONCE];
-
-    __device__ __forceinline__ AttentionInput(const Context& c, int splits, Epoch epoch)
-        : c(c), splits(splits), epoch(epoch) {}
-
-    __device__ __forceinline__ void go_to(int item) {
-        const int k = min(item % I::PER_COLUMN * ITEM + c.lane * PACKET, P::K - PACKET);
-        const int at = (item / I::PER_COLUMN * HEADS + k / HEAD_DIM) * MAX_SPLITS;
-        weights = c.p.scratch + HOP_WEIGHTS + at * 2;
-        packets = c.p.scratch + HOP_ATTENTION + (at * HEAD_DIM + k % HEAD_DIM) / 2;
-    }
-    __device__ __forceinline__ void load_weights() {
+// Merges the splits' parts of some query rows, a warp a row, and publishes them: what the output projection reads. Which SM
+// merges which rows is no matter; those that attend to no keys come first.
+__device__ __forceinline__ void merge_splits(const Context& c, Epoch epoch) {
+    constexpr int LANES = HEAD_DIM / PACKET, ABREAST = 32 / LANES;  // lanes of one split; splits side by side in a warp
+    constexpr int ROUNDS = (MAX_SPLITS + ABREAST - 1) / ABREAST, AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;
+    static_assert(MAX_SPLITS <= 32 && LANES <= 32, "a lane holds a split's weight");
+    const int splits = c.s.share.splits, abreast = c.lane / LANES, piece = c.lane % LANES;
+#pragma unroll 1
+    for (int row = SMS - 1 - c.sm + (WARPS - 1 - c.warp) * SMS; row < COLUMNS * HEADS; row += WARPS * SMS) {
+        const u32* const weights = c.p.scratch + HOP_WEIGHTS + (row * MAX_SPLITS + min(c.lane, splits - 1)) * 2;
+        const u32* const packets = c.p.scratch + HOP_ATTENTION + row * MAX_SPLITS * (HEAD_DIM / 2) + piece * (PACKET / 2);
+        uint4 w[AT_ONCE];
+        const auto load = [&](int first) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++)
-            if (i * LANES < splits) weight[i] = load_words2(weights + min(c.lane % LANES + i * LANES, splits - 1) * 2);
-    }
-    __device__ __forceinline__ void load_packets(int first) {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) w[i] = load_words4(packets + min(first + i, splits - 1) * (HEAD_DIM / 2));
-    }
-    __device__ __forceinline__ void await_weights() {
+            for (int i = 0; i < AT_ONCE; i++)
+                w[i] = load_words4(packets + min(first + i * ABREAST + abreast, splits - 1) * (HEAD_DIM / 2));
+        };
+        uint2 weight;
         Watchdog watchdog;
         while (true) {
-            bool ready = true;
-#pragma unroll
-            for (int i = 0; i < OWN; i++)
-                if (i * LANES < splits) ready &= fresh(weight[i].x, epoch) && fresh(weight[i].y, epoch);
-            if (__all_sync(ALL_LANES, ready)) return;
-            load_weights();
-            watchdog.tick(WAIT_ATTENTION);
-        }
-    }
-    __device__ __forceinline__ void await_packets(int first) {
-        Watchdog watchdog;
-        while (true) {
-            bool ready = true;
+            weight = load_words2(weights);
+            load(0);
+            bool ready = fresh(weight.x, epoch) && fresh(weight.y, epoch);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) ready &= fresh(w[i], epoch);
-            if (__all_sync(ALL_LANES, ready)) return;
-            load_packets(first);
-            watchdog.tick(WAIT_ATTENTION);
+            if (__all_sync(ALL_LANES, ready)) break;
+            watchdog.tick(WAIT_SPLITS);
         }
-    }
-    // What each split's values are to be multiplied by: 2^(its maximum - the largest), over all splits' sums of weights.
-    __device__ __forceinline__ void factors(float (&factor)[OWN]) const {
-        float largest = NOTHING, all = 0.0f;
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const bool has = c.lane % LANES + i * LANES < splits && value_of(weight[i].y) > 0.0f;
-            factor[i] = has ? value_of(weight[i].x) : NOTHING;
-            largest = fmaxf(largest, factor[i]);
-        }
-#pragma unroll
-        for (int o = LANES / 2; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, o));
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            factor[i] = factor[i] == NOTHING ? 0.0f : exp2_fast(factor[i] - largest);
-            all += factor[i] > 0.0f ? factor[i] * value_of(weight[i].y) : 0.0f;
-        }
-#pragma unroll
-        for (int o = LANES / 2; o; o >>= 1) all += __shfl_xor_sync(ALL_LANES, all, o);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) factor[i] = __fdividef(factor[i], all);
-    }
-    __device__ __forceinline__ void add(float (&v)[PACKET], const float (&factor)[OWN], int first) const {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const int split = first + i, from = c.lane / LANES * LANES + split % LANES;
-            const float f = __shfl_sync(ALL_LANES, OWN > 1 && split >= LANES ? factor[OWN - 1] : factor[0], from);
-            if (split >= splits) continue;
-            const float g = f * unit_of(exponent_of(w[i]));
-            const u32 words[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const u32 flipped = (words[e] & MANTISSAS) ^ 0x80008000u;
-                v[2 * e] += g * field(flipped, 0);
-                v[2 * e + 1] += g * field(flipped, 1);
-            }
-        }
-    }
-    __device__ __forceinline__ void stage() {
-        if (c.warp >= I::ALL) return;
-        go_to(c.warp);
-        load_weights();  // few bytes to poll, because the wait is long
-        await_weights();
-        load_packets(0);
+        // What each split's values are to be multiplied by: 2^(its maximum - the largest), over all splits' sums of weights.
+        const float sum = c.lane < splits ? value_of(weight.y) : 0.0f;
+        const float largest = warp_max(sum > 0.0f ? value_of(weight.x) : NOTHING);
+        float factor = sum > 0.0f ? exp2_fast(value_of(weight.x) - largest) : 0.0f;
+        factor = __fdividef(factor, warp_sum(factor * sum));
+        float v[PACKET] = {};
 #pragma unroll 1
-        for (int item = c.warp; item < I::ALL; item += WARPS) {
-            const bool more = I::ROUNDS > 1 && item + WARPS < I::ALL;
-            float factor[OWN], v[PACKET] = {};
-            factors(factor);  // while the values are on their way
-            await_packets(0);
-            add(v, factor, 0);
-#pragma unroll 1
-            for (int s = AT_ONCE; s < splits; s += AT_ONCE) {
-                load_packets(s);
-                await_packets(s);
-                add(v, factor, s);
+        for (int first = 0; first < splits; first += AT_ONCE * ABREAST) {
+            if (first > 0) {
+                while (true) {
+                    load(first);
+                    bool ready = true;
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; i++) ready &= fresh(w[i], epoch);
+                    if (__all_sync(ALL_LANES, ready)) break;
+                    watchdog.tick(WAIT_SPLITS);
+                }
             }
-            if (more) {  // on their way while this item is put
-                go_to(item + WARPS);
-                load_weights();
-                load_packets(0);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int split = first + i * ABREAST + abreast;
+                const float f = __shfl_sync(ALL_LANES, factor, split & 31);
+                const float g = split < splits ? f * unit_of(exponent_of(w[i])) : 0.0f;
+                const u32 words[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const u32 flipped = (words[e] & MANTISSAS) ^ 0x80008000u;
+                    v[2 * e] += g * field(flipped, 0);
+                    v[2 * e + 1] += g * field(flipped, 1);
+                }
             }
-            const int within = item % I::PER_COLUMN;
-            put_values<P>(c, v, within * ITEM + c.lane * PACKET < P::K, item / I::PER_COLUMN, within);
-            if (more) await_weights();
         }
+#pragma unroll
+        for (int o = LANES; o < 32; o <<= 1)
+#pragma unroll
+            for (int e = 0; e < PACKET; e++) v[e] += __shfl_xor_sync(ALL_LANES, v[e], o);
+        u32* const merged = c.p.scratch + HOP_MERGED + (row * HEAD_DIM + piece * PACKET) / 2;
+        const uint4 packet = packet_of(v, epoch);
+        for (int copy = abreast; copy < HOP_COPIES; copy += ABREAST) store_words4(merged + copy * HOP_COPY, packet);
     }
-};
+}

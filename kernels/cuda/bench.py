@@ -97,7 +97,7 @@ def main() -> None:
     columns_wanted = [int(c) for c in options.columns.split(",")]
     compile_all(
         [
-            plan_of(dims, case, gpu.sm_count, gpu.shared_per_block, columns, tuning)
+            plan_of(dims, case, gpu.sm_count, gpu.shared_per_block, columns, tuning, clusters=gpu.clusters)
             for tuning in variants
             for columns in columns_wanted
         ],

@@ -112,10 +112,11 @@ def main() -> None:
     widths = sorted({1, *(int(width) for width in options.widths.split(","))})
     gpu, cache = Driver().gpu(), Path(tempfile.gettempdir()) / "flint-cubins"
     head = random_head(dims) if options.drafter else None
-    drafting = plan_drafter(dims, head.dims, head.matrices, gpu.sm_count) if head else None
+    gpu_of = (dims, case, gpu.sm_count, gpu.shared_per_block)
+    shares = plan_of(*gpu_of, 1, tuning, clusters=gpu.clusters).phases["o"].shares
+    drafting = plan_drafter(dims, head.dims, head.matrices, gpu.sm_count, shares) if head else None
     plans = [
-        plan_of(dims, case, gpu.sm_count, gpu.shared_per_block, width, tuning, drafting if width > 1 else None)
-        for width in widths
+        plan_of(*gpu_of, width, tuning, drafting if width > 1 else None, clusters=gpu.clusters) for width in widths
     ]
     compile_all(plans, cache)
     model = random_model(dims, case.kind, case.group, head=case.head)

@@ -224,10 +224,17 @@ def _compile(job: tuple[dict[str, str], str]) -> None:
 
 
 def plan_of(
-    dims: KernelDims, case: Case, sms: int, shared_limit: int, columns: int, tuning: Any = None, drafting: Any = None
+    dims: KernelDims,
+    case: Case,
+    sms: int,
+    shared_limit: int,
+    columns: int,
+    tuning: Any = None,
+    drafting: Any = None,
+    clusters: bool = True,
 ) -> Any:
-    """The plan of a case without its weights."""
-    from kernels.cuda.plan import make_plan, phases_of, split_tiles
+    """The plan of a case without its weights. clusters: whether the GPU has them."""
+    from kernels.cuda.plan import make_plan, phases_of, shares_of, split_tiles
 
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     sizes = {
@@ -243,7 +250,8 @@ def plan_of(
         f"layers.{i}.{n}": Stored(case.kind, case.group, *size) for i in range(dims.layers) for n, size in sizes.items()
     }
     matrices["embed"] = matrices["head"] = Stored(*(case.head or (case.kind, case.group)), dims.vocab, dims.hidden)
-    phases = phases_of(dims, matrices)
+    clusters = clusters and (tuning or {}).get("PAIRS", 1) > 0
+    phases = phases_of(dims, matrices, shares_of(dims, matrices, sms, clusters))
     split = split_tiles(phases, dims.layers, sms)
     return make_plan(dims, phases, split, sms, shared_limit, columns, matrices["embed"], tuning, drafting)
 
@@ -271,7 +279,9 @@ def main() -> int:
     cache = Path(tempfile.gettempdir()) / "flint-cubins"
     gpu = Driver().gpu()
     plans = [
-        plan_of(CASES[name].dims, CASES[name], gpu.sm_count, gpu.shared_per_block, columns, tuning)
+        plan_of(
+            CASES[name].dims, CASES[name], gpu.sm_count, gpu.shared_per_block, columns, tuning, clusters=gpu.clusters
+        )
         for name in options.names or CASES
         for columns in (1, 2, 4, 8)
     ]

@@ -86,7 +86,7 @@ struct KeyShare {
     int tail, active;
 };
 
-constexpr int SQUARE_ITEMS = (HIDDEN + 255) / 256;
+constexpr int SQUARE_ITEMS = RANKS * ((HIDDEN / RANKS + 255) / 256);
 static_assert(SQUARE_ITEMS <= 32, "a warp adds them up");
 enum NormedPhase { NORM_QKV, NORM_GATE_UP, NORM_HEAD, NORMED_PHASES };
 
@@ -118,6 +118,25 @@ struct DraftState {
 };
 #endif
 
+// Words from the other SM of a pair, its sums of the tiles that this one owns: [own tile][column][TILE_ROWS] by phase. A
+// drafter's phases take the place of the model's.
+template <class... P>
+__device__ constexpr int most_own_tiles(int index) {
+    int most = 0;
+    ((most = P::SHARES > 1 && P::INDEX == index ? larger(most, P::MOST_OWN_TILES) : most), ...);
+    return most;
+}
+#ifdef DRAFTER
+__device__ constexpr int tiles_received(int index) {
+    return most_own_tiles<Qkv, Out, GateUp, Down, Head, DFc, DQkv, DOut, DGateUp, DDown, DHead>(index);
+}
+#else
+__device__ constexpr int tiles_received(int index) { return most_own_tiles<Qkv, Out, GateUp, Down, Head>(index); }
+#endif
+__device__ constexpr int received_before(int index) {  // words
+    return index == 0 ? 0 : received_before(index - 1) + tiles_received(index - 1) * COLUMNS * TILE_ROWS;
+}
+
 struct Shared {
     RingBarriers ring;
     SmTiles tiles;
@@ -128,7 +147,7 @@ struct Shared {
     float norm_weight[2][RESIDUAL_TILES * TILE_ROWS];  // of the owned rows, for what reads them after o, after down
     float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
     float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];
-    u64 best[WARPS];
+    u64 best[WARPS * (COLUMNS < 4 ? COLUMNS : 4)];
     u64 mass[WARPS];
     u64 histogram[256];
     u32 count[WARPS];
@@ -144,6 +163,7 @@ struct Shared {
 #ifdef DRAFTER
     DraftState draft;
 #endif
+    u32 received[received_before(PHASES) > 0 ? received_before(PHASES) : 1];
     u32 seen[SEEN_ROWS];  // how often the penalty's window holds each id of this SM's rows of the head
 };
 
@@ -159,6 +179,16 @@ __device__ __forceinline__ int token_of(const Shared& s, int column, int only_to
 static_assert(STAGES * STAGE_BYTES + ARENA_BYTES + sizeof(Shared) <= SHARED_BYTES, "plan.py counts shared memory");
 static_assert(X_BYTES + PART_BYTES <= ARENA_BYTES, "x and sums fit the arena");
 
+// The rows whose residual this SM keeps: every RANKS-th of the tiles of o that its cluster has.
+__device__ __forceinline__ int owned_rows(const SmTiles& tiles) {
+    const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
+    return (tiles.count[Out::INDEX] + RANKS - 1 - rank) / RANKS * TILE_ROWS;
+}
+__device__ __forceinline__ int owned_row(const SmTiles& tiles, int i) {  // among all rows
+    const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
+    return (tiles.first[Out::INDEX] + i / TILE_ROWS * RANKS + rank) * TILE_ROWS + i % TILE_ROWS;
+}
+
 __device__ __forceinline__ void sync_consumers() { sync_threads<CONSUMERS>(); }
 
 struct Context {
@@ -168,7 +198,7 @@ struct Context {
     u8* arena;
     const SmTiles& tiles;
     Cursor cursor;  // the consumers' place in the ring
-    const int sm = blockIdx.x;
+    const int sm = blockIdx.x, rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // At the start of a phase: see opaque().
@@ -179,9 +209,9 @@ struct Context {
     // The copy of the hops' buffers that this SM reads.
     __device__ __forceinline__ const u32* copy() const {
 #ifdef DRAFTER  // a pointer that lives through a step is spilled in its layers
-        return p.scratch + opaque(sm) % HOP_COPIES * HOP_COPY;
+        return p.scratch + opaque(sm) / RANKS % HOP_COPIES * HOP_COPY;
 #else
-        return p.scratch + sm % HOP_COPIES * HOP_COPY;
+        return p.scratch + sm / RANKS % HOP_COPIES * HOP_COPY;
 #endif
     }
 };

@@ -43,7 +43,7 @@ __device__ __forceinline__ void stream_keys(Producer& producer, const u8* keys, 
 
 #ifndef DRAFTER
 constexpr bool DRAFTS = false;
-__device__ __forceinline__ void publish_feature(const Context&, int, int, int, float) {}
+__device__ __forceinline__ void publish_feature(const Context&, int, int, Place, float2) {}
 #else
 constexpr bool DRAFTS = true;
 
@@ -92,22 +92,21 @@ __device__ __forceinline__ int produce_drafts(Producer& producer, const Paramete
 // ---- the consumers
 
 // The owner of a row hands it over to fc, where it is of one of the layers that the drafter reads. at: the layer that the
-// residual stream enters; all lanes as in run_layer's sums.
-__device__ __forceinline__ void publish_feature(const Context& c, int at, int tile, int column, float x) {
+// residual stream enters.
+__device__ __forceinline__ void publish_feature(const Context& c, int at, int tile, Place place, float2 x) {
     constexpr int LAYERS_READ[] = {D_FEATURE_LAYERS};
     int feature = -1;
 #pragma unroll
     for (int i = 0; i < D_FEATURES; i++)
         if (at == LAYERS_READ[i]) feature = i;
     if (feature < 0 || !c.p.learned) return;
-    const int copy = c.lane >> 1 & 1, row = (c.tiles.first[Out::INDEX] + tile) * TILE_ROWS + (c.lane & 1) * 8;
-    u32* const packet =
-        c.p.scratch + copy * HOP_COPY + HOP_FEATURES + ((column * D_FEATURES + feature) * HIDDEN + row) / 2;
-    publish<4, larger(HOP_COPIES / 2, 1), 2>(packet, x, Epoch(c.s.step.count), c.lane, copy < HOP_COPIES);
+    const int row = (c.tiles.first[Out::INDEX] + tile) * TILE_ROWS;
+    publish_rows(c.p.scratch + HOP_FEATURES + ((place.column * D_FEATURES + feature) * HIDDEN + row) / 2, x,
+                 Epoch(c.s.step.count), c.lane, place.replica);
 }
 
 // One half of qkv's input: as long as the hidden state, with a norm of its own.
-using DQkvHalf = Phase<DQkv::FORMAT, HIDDEN, DQkv::ROWS, DQkv::GROUP, 1, 1, DQkv::UNIT_BLOCKS, DQkv::UNITS_PER_STAGE,
+using DQkvHalf = Phase<DQkv::FORMAT, HIDDEN / RANKS, RANKS, DQkv::ROWS, DQkv::GROUP, 1, 1, DQkv::UNIT_BLOCKS, DQkv::UNITS_PER_STAGE,
                        DQkv::BATCH, DQkv::MOST_TILES, DQkv::INDEX>;
 static_assert(DQkvHalf::UNITS == DQkv::UNITS && DQkvHalf::UNIT_BYTES == DQkv::UNIT_BYTES, "halves of one matrix");
 
@@ -131,45 +130,50 @@ struct DraftPass {
     __device__ __forceinline__ void begin() const {
         Shared& s = c.s;
         if (pass == 1 && state().kept > 1)
-            for (int i = threadIdx.x; i < c.tiles.count[DOut::INDEX] * TILE_ROWS; i += CONSUMERS)
+            for (int i = threadIdx.x; i < owned_rows(c.tiles); i += CONSUMERS)
                 s.residual[i][0] = s.residual[i][state().kept - 1];
         rotary_table(c, position(), c.p.draft_frequencies);
         if (threadIdx.x == 0) s.share = key_share(c.sm, position(), s.step.position - state().kept);
         c.sync();
     }
 
-    // Publishes a row's sum in all copies, times the weight of the norm that reads it; lanes as in run_layer.
-    __device__ __forceinline__ void publish_row(int packets, int tile, int column, float x, DraftNorm norm,
-                                                Epoch epoch) const {
-        const int upper = c.lane & 1, copy = c.lane >> 1 & 1;
-        const int channel = (c.tiles.first[DOut::INDEX] + tile) * TILE_ROWS + upper * 8;
-        const float weight = state().norm_weight[norm][tile * TILE_ROWS + c.lane / 4 + upper * 8];
-        publish<4, larger(HOP_COPIES / 2, 1), 2>(hop() + copy * HOP_COPY + packets + (column * HIDDEN + channel) / 2,
-                                                 x * weight, epoch, c.lane, copy < HOP_COPIES);
+    // Publishes a tile's rows, times the weights of the norm that reads them.
+    __device__ __forceinline__ void publish_tile(int packets, int tile, int column, float2 x, DraftNorm norm, Epoch epoch,
+                                                 int replica) const {
+        const int channel = (c.tiles.first[DOut::INDEX] + tile) * TILE_ROWS;
+        const float* const weights = state().norm_weight[norm] + tile / RANKS * TILE_ROWS + c.lane / 4;
+        publish_rows(hop() + packets + (column * HIDDEN + channel) / 2, make_float2(x.x * weights[0], x.y * weights[8]),
+                     epoch, c.lane, replica);
     }
-    __device__ __forceinline__ void publish_square(int squares, int tile, int column, float x, Epoch epoch) const {
-        const float square = warp_sum((c.lane >> 1 & 1) == 0 ? x * x : 0.0f);
-        const int at = squares + column * (HIDDEN / TILE_ROWS) + c.tiles.first[DOut::INDEX] + tile;
-        if (c.lane < HOP_COPIES) store_word(hop() + c.lane * HOP_COPY + at, word(square, epoch));
+    __device__ __forceinline__ void publish_norm(int squares, int tile, int column, float2 x, Epoch epoch,
+                                                 int replica) const {
+        publish_square(hop() + squares + column * (HIDDEN / TILE_ROWS) + c.tiles.first[DOut::INDEX] + tile, x, epoch, c.lane,
+                       replica);
     }
-    __device__ __forceinline__ float& residual(int tile, int column) const {
-        return c.s.residual[tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8][column];
+    __device__ __forceinline__ float& residual(int tile, int column, int upper) const {
+        return c.s.residual[tile / RANKS * TILE_ROWS + c.lane / 4 + upper * 8][column];
     }
-    __device__ __forceinline__ float own_row(float2 sums) const { return c.lane & 1 ? sums.y : sums.x; }
+    // The residual and what is added to it. Before keep(): the other lanes of the column read it, too.
+    __device__ __forceinline__ float2 added(int tile, int column, float2 sums) const {
+        return make_float2(residual(tile, column, 0) + sums.x, residual(tile, column, 1) + sums.y);
+    }
+    __device__ __forceinline__ void keep(int tile, Place place, float2 x) const {
+        __syncwarp();
+        if (place.replica == 0) residual(tile, place.column, 0) = x.x, residual(tile, place.column, 1) = x.y;
+    }
 
     // The step's features, joined, become the hidden state that the first pass begins with.
     __device__ __forceinline__ void fuse() const {
         run_phase<DFc>(
-            c, profile, SLOT, [] {},
+            c, profile, SLOT, Epoch(layers), [] {},
             [&](int piece) {
                 stage_packets<DFc, false>(c, c.copy() + HOP_FEATURES, nullptr, nullptr, Epoch(c.s.step.count - 1), piece,
                                           WAIT_HIDDEN);
             },
-            [&](int tile, int column, float2 sums) {
-                const float x = own_row(sums);
-                publish_row(HOP_HIDDEN, tile, column, x, NORM_HIDDEN, Epoch(layers));
-                publish_square(HOP_HIDDEN_SQUARES, tile, column, x, Epoch(layers));
-                if ((c.lane >> 1 & 1) == 0) residual(tile, column) = x;
+            [&](int tile, Place place, float2 x) {
+                publish_tile(HOP_HIDDEN, tile, place.column, x, NORM_HIDDEN, Epoch(layers), place.replica);
+                publish_norm(HOP_HIDDEN_SQUARES, tile, place.column, x, Epoch(layers), place.replica);
+                keep(tile, place, x);
             });
     }
 
@@ -183,7 +187,6 @@ struct DraftPass {
         stage_embedding<DQkvHalf>(c, c.p.draft_norms + NORM_EMBEDDING * HIDDEN, [&](int column) {
             return pass == 0 ? c.s.step.choice[min(column, state().kept - 1)] : state().tokens[pass - 1];
         });
-        c.sync();
         c.forget();
         multiply_tiles<DQkvHalf>(c, tiles, 0, 0, part);
         norm_of_embedding(c, state().embedding_factor);
@@ -191,21 +194,22 @@ struct DraftPass {
         c.forget();
         stage_packets<DQkvHalf, true>(c, c.copy() + HOP_HIDDEN, c.copy() + HOP_HIDDEN_SQUARES, factors, entering, 0,
                                       WAIT_HIDDEN);
-        c.sync();
         c.forget();
         multiply_tiles<DQkvHalf>(c, tiles, 0, 0, second);
         c.sync();
         c.forget();
-        for (int item = c.warp; item < tiles * COLUMNS; item += WARPS) {
-            const int tile = item / COLUMNS, column = item % COLUMNS, quarter = c.lane & 3;
-            const float2 e = tile_sums<DQkvHalf>(part, tiles, tile, column, c.lane);
-            const float2 h = tile_sums<DQkvHalf>(second, tiles, tile, column, c.lane);
-            const int row = (c.tiles.first[DQkv::INDEX] + tile) * TILE_ROWS + c.lane / 4 + quarter * 8;
-            const float of_e = state().embedding_factor[column], of_h = factors[column];
-            float x = quarter ? e.y * of_e + h.y * of_h : e.x * of_e + h.x * of_h;
-            if (row < HEADS * HEAD_DIM) x *= D_QUERY_SCALE;  // 1 / sqrt(HEAD_DIM), over what attention() multiplies by
-            if (quarter < 2) store_word(hop() + HOP_QKV + column * QKV_ROWS_TOTAL + row, word(x, epoch));
-        }
+        const auto sums = [&](int tile, Place place) {
+            const float2 e = tile_sums<DQkvHalf>(part, tiles, tile, place, c.lane);
+            const float2 h = tile_sums<DQkvHalf>(second, tiles, tile, place, c.lane);
+            const float of_e = state().embedding_factor[place.column], of_h = factors[place.column];
+            return make_float2(e.x * of_e + h.x * of_h, e.y * of_e + h.y * of_h);
+        };
+        finish_tiles<DQkvHalf>(c, 0, tiles, epoch, sums, [&](int tile, Place place, float2 x) {
+            const int tile_in_all = c.tiles.first[DQkv::INDEX] + tile;
+            // 1 / sqrt(HEAD_DIM), over what attention() multiplies by
+            if (tile_in_all * TILE_ROWS < HEADS * HEAD_DIM) x.x *= D_QUERY_SCALE, x.y *= D_QUERY_SCALE;
+            store_heads(hop(), tile_in_all, place, x, epoch, c.lane);
+        });
     }
 
     // From the fused or the last pass' hidden state, epoch layers - 1, to the next one. Returns this thread's best draft.
@@ -215,56 +219,60 @@ struct DraftPass {
         const auto nothing = [] {};
         qkv(factors[NORM_QKV], Epoch(layers - 1), epoch);
         attention(c, profile, LAYERS, position(), epoch);
+        merge_splits(c, epoch);
         run_phase<DOut>(
-            c, profile, SLOT, nothing, [&](int) { AttentionInput<DOut>(c, c.s.share.splits, epoch).stage(); },
-            [&](int tile, int column, float2 sums) {
-                float& kept = residual(tile, column);
-                const float x = kept + own_row(sums);
-                publish_row(HOP_MIDDLE, tile, column, x, NORM_MLP, epoch);
-                publish_square(HOP_MIDDLE_SQUARES, tile, column, x, epoch);
-                if ((c.lane >> 1 & 1) == 0) kept = x;
+            c, profile, SLOT, epoch, nothing,
+            [&](int) {
+                stage_packets<DOut, false>(c, c.copy() + HOP_MERGED, nullptr, nullptr, epoch, 0, WAIT_ATTENTION);
+            },
+            [&](int tile, Place place, float2 sums) {
+                const float2 x = added(tile, place.column, sums);
+                publish_tile(HOP_MIDDLE, tile, place.column, x, NORM_MLP, epoch, place.replica);
+                publish_norm(HOP_MIDDLE_SQUARES, tile, place.column, x, epoch, place.replica);
+                keep(tile, place, x);
             });
         run_phase<DGateUp>(
-            c, profile, SLOT, nothing,
+            c, profile, SLOT, epoch, nothing,
             [&](int) {
                 stage_packets<DGateUp, true>(c, c.copy() + HOP_MIDDLE, c.copy() + HOP_MIDDLE_SQUARES,
                                              factors[NORM_GATE_UP], epoch, 0, WAIT_HIDDEN);
             },
-            [&](int tile, int column, float2 sums) {
-                const float factor = factors[NORM_GATE_UP][column], gate = sums.x * factor, up = sums.y * factor;
-                const int channel = (c.tiles.first[DGateUp::INDEX] + tile) * PACKET, copy = c.lane & 3;
-                u32* const packet = hop() + copy * HOP_COPY + HOP_GATED + (column * D_INTERMEDIATE + channel) / 2;
-                publish<4, larger(HOP_COPIES / 4, 1), 4>(packet, __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, c.lane,
-                                                         copy < HOP_COPIES);
+            [&](int tile, Place place, float2 sums) {
+                const float factor = factors[NORM_GATE_UP][place.column];
+                const int channel = (c.tiles.first[DGateUp::INDEX] + tile) * PACKET;
+                publish_gated(hop() + HOP_GATED + (place.column * D_INTERMEDIATE + channel) / 2, sums.x * factor,
+                              sums.y * factor, epoch, c.lane, place.replica);
             });
         const int real = real_column();
         run_phase<DDown>(
-            c, profile, SLOT, nothing,
+            c, profile, SLOT, epoch, nothing,
             [&](int piece) {
                 stage_packets<DDown, false>(c, c.copy() + HOP_GATED, nullptr, nullptr, epoch, piece, WAIT_HIDDEN);
             },
-            [&](int tile, int column, float2 sums) {
+            [&](int tile, Place place, float2 sums) {
                 // The column that counts comes first from here on; the others follow in turn.
-                const int to = column >= real ? column - real : column - real + COLUMNS;
-                float& kept = residual(tile, column);
-                const float x = kept + own_row(sums);
-                publish_row(HOP_DRAFT, tile, to, x, NORM_FINAL, epoch);
-                publish_row(HOP_HIDDEN, tile, to, x, NORM_HIDDEN, epoch);
-                publish_square(HOP_HIDDEN_SQUARES, tile, to, x, epoch);
-                if ((c.lane >> 1 & 1) == 0) kept = x;
+                const int to = place.column >= real ? place.column - real : place.column - real + COLUMNS;
+                const float2 x = added(tile, place.column, sums);
+                publish_tile(HOP_DRAFT, tile, to, x, NORM_FINAL, epoch, place.replica);
+                publish_tile(HOP_HIDDEN, tile, to, x, NORM_HIDDEN, epoch, place.replica);
+                publish_norm(HOP_HIDDEN_SQUARES, tile, to, x, epoch, place.replica);
+                keep(tile, place, x);
             });
         u64 best = 0;
         run_phase<DHead>(
-            c, profile, SLOT, nothing,
+            c, profile, SLOT, epoch, nothing,
             [&](int) {
                 stage_packets<DHead, true>(c, c.copy() + HOP_DRAFT, c.copy() + HOP_HIDDEN_SQUARES, factors[NORM_HEAD], epoch,
                                            0, WAIT_HIDDEN);
             },
-            [&](int tile, int column, float2 sums) {
-                const int row = tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8;
-                if (column != 0 || c.lane & 2 || c.tiles.first[DHead::INDEX] * TILE_ROWS + row >= D_VOCAB) return;
-                const u64 mine = candidate(own_row(sums) * factors[NORM_HEAD][0], state().target_ids[row]);
-                best = mine > best ? mine : best;
+            [&](int tile, Place place, float2 sums) {
+#pragma unroll
+                for (int upper = 0; upper < 2; upper++) {
+                    const int row = tile * TILE_ROWS + c.lane / 4 + upper * 8;
+                    if (place.column != 0 || c.tiles.first[DHead::INDEX] * TILE_ROWS + row >= D_VOCAB) continue;
+                    const u64 mine = candidate((upper ? sums.y : sums.x) * factors[NORM_HEAD][0], state().target_ids[row]);
+                    best = mine > best ? mine : best;
+                }
             });
         return best;
     }

@@ -97,6 +97,11 @@ class Gpu:
     cooperative_launch: bool
     driver_version: int  # CUDA version of the driver, 13000 for 13.0
 
+    @property
+    def clusters(self) -> bool:
+        """Whether blocks can read and write one another's shared memory."""
+        return self.capability >= (9, 0)
+
 
 class Driver:
     """libcuda, loaded and initialised. `library` stands in for it in tests."""

@@ -41,42 +41,70 @@ struct Products {
     float low[TOKEN_TILES], high[TOKEN_TILES];  // of token 4 * tile + t: row g, row g + 8
 };
 
-// One unit in registers, with what its scale groups need to know of x.
+// For one token, whose parts are two of the product's eight columns, a quad of words is an operand as it stands: what would
+// be rows g + 8 are other channels of row g, and meet x in columns 2 and 3. One product of the words as they are, one of
+// their low nibbles: half the masks, and half of x.
+template <class P>
+constexpr bool WHOLE_QUADS = COLUMNS == 1 && P::IS_INT4 && P::GROUP >= 64 && P::UNIT_BLOCKS % 2 == 0;
+
+// What one unit's channels of x are, in registers.
+template <class P>
+struct UnitInput {
+    static constexpr int GROUPS = P::UNIT_GROUPS > 0 ? P::UNIT_GROUPS : 1;
+    static constexpr int PIECES = P::UNIT_BLOCKS * (P::X_BLOCK / 64) / (WHOLE_QUADS<P> ? 2 : 1);
+    static constexpr int PIECE_BYTES = WHOLE_QUADS<P> ? 128 : 64;
+    uint4 x[TOKEN_TILES][PIECES];
+    Words<2 * GROUPS> groups[TOKEN_TILES];
+
+    // first_block: of x, where the unit with k = 0 begins.
+    __device__ __forceinline__ void load(const Context& c, int first_block, int k) {
+        const int t = WHOLE_QUADS<P> ? 0 : c.lane % 4;
+        const GroupOfX* const of_x = &c.s.x[t][first_block * 64 / P::GROUP + k * (P::UNIT_BLOCKS * 64 / P::GROUP)];
+#pragma unroll
+        for (int n = 0; n < TOKEN_TILES; n++) {
+            // The row of x that this lane names to load_matrices. Columns without a token repeat others: what they come to
+            // is not looked at.
+            u32 row = shared_address(c.arena) + (first_block + k * P::UNIT_BLOCKS) * P::X_BLOCK;
+            if constexpr (WHOLE_QUADS<P>)
+                row += c.lane % 2 * P::X_STRIDE + c.lane / 2 % 2 * 16 + c.lane / 8 * 32;
+            else
+                row += (n * 8 + c.lane % (2 * min(4, COLUMNS - 4 * n))) * P::X_STRIDE + c.lane / 8 * 16;
+#pragma unroll
+            for (int b = 0; b < PIECES; b++) x[n][b] = load_matrices(row + b * PIECE_BYTES);
+            if constexpr (P::FORMAT != BF16) groups[n].load(reinterpret_cast<const u8*>(of_x + n * 4 * MOST_GROUPS));
+        }
+    }
+};
+
+// One unit's weights in registers.
 template <class P>
 struct Operands {
-    static constexpr int PIECES = P::UNIT_BLOCKS * (P::X_BLOCK / 64), LOADS = P::VALUE_BYTES / 512;
-    static constexpr int GROUPS = P::UNIT_GROUPS > 0 ? P::UNIT_GROUPS : 1;
+    using Input = UnitInput<P>;
+    static constexpr int LOADS = P::VALUE_BYTES / 512, GROUPS = Input::GROUPS, PIECES = Input::PIECES;
     static constexpr int STEPS = P::GROUP / 32;  // products of 32 channels that share a scale
     uint4 w[LOADS];
     Words<GROUPS> scales, minima;
-    Words<2 * GROUPS> of_x[TOKEN_TILES];
 
-    // groups: of the unit's first scale group, token t.
-    __device__ __forceinline__ void load(const u8* unit, const GroupOfX* groups, int lane) {
+    __device__ __forceinline__ void load(const u8* unit, int lane) {
 #pragma unroll
         for (int i = 0; i < LOADS; i++) w[i] = *reinterpret_cast<const uint4*>(unit + i * 512 + lane * 16);
         if constexpr (P::FORMAT != BF16) {
             const u8* const at = unit + P::VALUE_BYTES + lane / 4 * GROUPS * 4;
             scales.load(at);
             if constexpr (P::FORMAT == INT4_ASYMMETRIC) minima.load(at + GROUPS * 32);
-#pragma unroll
-            for (int n = 0; n < TOKEN_TILES; n++)
-                of_x[n].load(reinterpret_cast<const u8*>(groups + n * 4 * MOST_GROUPS));
         }
     }
 
-    // x: by token tile, the address of the row of x that this lane names to load_matrices; x_offset: of the unit in it.
-    __device__ __forceinline__ Products multiply(const u32 (&x)[TOKEN_TILES], u32 x_offset) const {
+    __device__ __forceinline__ Products multiply(const Input& input, int lane) const {
         Products out;
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; n++) {
-            uint4 xs[PIECES];
-#pragma unroll
-            for (int b = 0; b < PIECES; b++) xs[b] = load_matrices(x[n] + x_offset + b * 64);
             if constexpr (P::FORMAT == BF16)
-                multiply_bf16(xs, out.low[n], out.high[n]);
+                multiply_bf16(input.x[n], out.low[n], out.high[n]);
+            else if constexpr (WHOLE_QUADS<P>)
+                multiply_quads(input.x[n], input.groups[n], out.low[n], out.high[n], lane);
             else
-                multiply_integers(xs, of_x[n], out.low[n], out.high[n]);
+                multiply_integers(input.x[n], input.groups[n], out.low[n], out.high[n]);
         }
         return out;
     }
@@ -94,6 +122,22 @@ struct Operands {
             }
         low = (acc[0][0] + acc[1][0]) + (acc[0][1] + acc[1][1]);
         high = (acc[0][2] + acc[1][2]) + (acc[0][3] + acc[1][3]);
+    }
+
+    // low, high: fixed-point sums of row g and, 16 times too large for int4, of row g + 8; of_low, of_high: the share of x's
+    // sum that they take.
+    __device__ __forceinline__ void add_group(int i, const Words<2 * GROUPS>& groups, int low_sum, int high_sum, bool with_sum,
+                                              float& low, float& high) const {
+        const float x_scale = __uint_as_float(groups.w[2 * i]);
+        const int sum = with_sum ? int(groups.w[2 * i + 1]) : 0, zero = P::FORMAT == INT4 ? sum : 0;  // -8 times the sum of x
+        low += float(low_sum + zero) * (from_half(u16(scales.w[i])) * x_scale);
+        high += float(high_sum + zero * 16) *
+                (from_half(u16(scales.w[i] >> 16)) * (x_scale * (P::IS_INT4 ? 0.0625f : 1.0f)));
+        if constexpr (P::FORMAT == INT4_ASYMMETRIC) {
+            const float x_sum = float(sum) * x_scale;
+            low += from_half(u16(minima.w[i])) * x_sum;
+            high += from_half(u16(minima.w[i] >> 16)) * x_sum;
+        }
     }
 
     __device__ __forceinline__ void multiply_integers(const uint4 (&xs)[PIECES], const Words<2 * GROUPS>& groups, float& low,
@@ -116,115 +160,174 @@ struct Operands {
                            k == i * STEPS);
                 }
             }
-            const float x_scale = __uint_as_float(groups.w[2 * i]);
-            const int sum = int(groups.w[2 * i + 1]), zero = P::FORMAT == INT4 ? sum : 0;  // -8 times the sum of x
-            low += float(acc[0] * 256 + acc[1] + zero) * (from_half(u16(scales.w[i])) * x_scale);
-            high += float(acc[2] * 256 + acc[3] + zero * 16) *
-                    (from_half(u16(scales.w[i] >> 16)) * (x_scale * (P::IS_INT4 ? 0.0625f : 1.0f)));
-            if constexpr (P::FORMAT == INT4_ASYMMETRIC) {
-                const float x_sum = float(sum) * x_scale;
-                low += from_half(u16(minima.w[i])) * x_sum;
-                high += from_half(u16(minima.w[i] >> 16)) * x_sum;
-            }
+            add_group(i, groups, acc[0] * 256 + acc[1], acc[2] * 256 + acc[3], true, low, high);
         }
+    }
+
+    // Lanes t = 0 have half of the channels (columns 0, 1), lanes t = 1 the others (columns 2, 3), the rest repeat them.
+    __device__ __forceinline__ void multiply_quads(const uint4 (&xs)[PIECES], const Words<2 * GROUPS>& groups, float& low,
+                                                   float& high, int lane) const {
+        low = high = 0.0f;
+        const bool other = lane & 1;
+        constexpr int QUADS = P::UNIT_BLOCKS / GROUPS;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            int all[4], nibbles[4];
+#pragma unroll
+            for (int q = i * QUADS; q < (i + 1) * QUADS; q++) {
+                const uint4 a = w[q], v = xs[q / 2];
+                const u32 b0 = q % 2 ? v.z : v.x, b1 = q % 2 ? v.w : v.y;
+                mma_u8(all, a.x, a.y, a.z, a.w, b0, b1, q == i * QUADS);
+                mma_u8(nibbles, a.x & 0x0f0f0f0fu, a.y & 0x0f0f0f0fu, a.z & 0x0f0f0f0fu, a.w & 0x0f0f0f0fu, b0, b1,
+                       q == i * QUADS);
+            }
+            const int of_low = other ? nibbles[2] * 256 + nibbles[3] : nibbles[0] * 256 + nibbles[1];
+            const int of_both = other ? all[2] * 256 + all[3] : all[0] * 256 + all[1];
+            add_group(i, groups, of_low, of_both - of_low, !other, low, high);
+        }
+        low += __shfl_xor_sync(ALL_LANES, low, 1);
+        high += __shfl_xor_sync(ALL_LANES, high, 1);
     }
 };
 
-// One warp's units of a call to multiply_tiles, one after the other.
+// One warp's units of a call to multiply_tiles: every STRIDE-th.
 template <class P>
 struct Walk {
-    static constexpr int STEP = WARPS / P::UNITS_PER_STAGE, K_STEP = WARPS % P::UNITS;
-    static_assert(STEP <= STAGES, "the ring holds one round of the warps");
-    const u8* in_stage;
-    const GroupOfX* groups;
-    u32 x[TOKEN_TILES];
+    static constexpr int K_STEP = P::STRIDE % P::UNITS;
+    static_assert((WARPS + P::UNITS_PER_STAGE - 1) / P::UNITS_PER_STAGE <= STAGES, "the ring holds one round of the warps");
     Cursor at;
-    int unit, units, k;
+    u32 in_stage;
+    int unit, k;
 
-    __device__ __forceinline__ void load(const Context& c, Operands<P>& operands) const {
+    __device__ __forceinline__ explicit Walk(const Context& c) : at(c.cursor), unit(c.warp), k(c.warp % P::UNITS) {
+        at.advance(c.warp / P::UNITS_PER_STAGE);
+        in_stage = c.warp % P::UNITS_PER_STAGE;
+    }
+    __device__ __forceinline__ const u8* await(const Context& c) const {
         barrier_wait(&c.s.ring.full[at.slot], at.parity, WAIT_FULL);
-        operands.load(in_stage + at.slot * STAGE_BYTES, groups + k * (P::UNIT_BLOCKS * 64 / P::GROUP), c.lane);
+        return c.slots + at.slot * STAGE_BYTES + in_stage * P::UNIT_BYTES;
     }
     __device__ __forceinline__ void next() {
-        unit += WARPS;
+        unit += P::STRIDE;
         if constexpr (K_STEP > 0) k = k + K_STEP >= P::UNITS ? k + K_STEP - P::UNITS : k + K_STEP;
-        at.slot += STEP;
+        const u32 behind = in_stage + P::STRIDE;
+        in_stage = behind % P::UNITS_PER_STAGE;
+        at.slot += int(behind / P::UNITS_PER_STAGE);
         if (at.slot >= STAGES) at.slot -= STAGES, at.parity ^= 1;
     }
 };
+
+// Where a unit's sums of rows j and j + 8 of a column lie in `part`: the columns of a tile's lanes share no bank.
+__device__ __forceinline__ int in_part(int column, int j) { return column * TILE_ROWS + (j ^ (column & 2) * 2) * 2; }
 
 // Multiplies `tiles` tiles of one chunk, whose units start at the cursor, and leaves every unit's sums in `part`:
 // [chunk][tile][unit][PART_UNIT], rows of a token together. x holds the chunk from its block `first_block` on.
 template <class P>
 __device__ __forceinline__ void multiply_tiles(Context& c, int tiles, int chunk, int first_block, float* part) {
     const int units = tiles * P::UNITS, t = c.lane % 4;
-    if (c.warp < units) {
-        Walk<P> walk;
-        walk.in_stage = c.slots + c.warp % P::UNITS_PER_STAGE * P::UNIT_BYTES;
-        walk.groups = &c.s.x[t][first_block * 64 / P::GROUP];
-        // Columns without a token repeat others: what they come to is not looked at.
-#pragma unroll
-        for (int n = 0; n < TOKEN_TILES; n++)
-            walk.x[n] = shared_address(c.arena) + (n * 8 + c.lane % (2 * min(4, COLUMNS - 4 * n))) * P::X_STRIDE +
-                        c.lane / 8 * 16 + first_block * P::X_BLOCK;
-        walk.at = c.cursor;
-        walk.at.advance(c.warp / P::UNITS_PER_STAGE);
-        walk.unit = c.warp;
-        walk.units = units;
-        walk.k = c.warp % P::UNITS;
-        float* out = part + (chunk * units + c.warp) * PART_UNIT + t * TILE_ROWS + c.lane / 4;
-        // Holding two units in registers, to load one while the other is multiplied, spilled 750 bytes.
+    if (c.warp < min(units, P::STRIDE)) {
+        Walk<P> walk(c);
+        float* out = part + (chunk * units + c.warp) * PART_UNIT + in_part(t, c.lane / 4);
+        UnitInput<P> input;
+        constexpr bool STAYS = P::SAME_K && TOKEN_TILES == 1;  // x, in registers; two tiles of it are too many
+        if constexpr (STAYS) input.load(c, first_block, walk.k);
 #pragma unroll 1
         while (walk.unit < units) {
             Operands<P> operands;
-            walk.load(c, operands);
-            const Products sums = operands.multiply(walk.x, walk.k * (P::UNIT_BLOCKS * P::X_BLOCK));
+            operands.load(walk.await(c), c.lane);
+            if constexpr (!STAYS) input.load(c, first_block, walk.k);
+            const Products sums = operands.multiply(input, c.lane);
             release(c.s.ring, walk.at.slot);
 #pragma unroll
             for (int n = 0; n < TOKEN_TILES; n++)
-                if (t < min(4, COLUMNS - 4 * n)) {
-                    out[n * 4 * TILE_ROWS] = sums.low[n];
-                    out[n * 4 * TILE_ROWS + 8] = sums.high[n];
-                }
-            out += WARPS * PART_UNIT;
+                if (t < min(4, COLUMNS - 4 * n))
+                    *reinterpret_cast<float2*>(out + n * 4 * TILE_ROWS) = make_float2(sums.low[n], sums.high[n]);
+            out += P::STRIDE * PART_UNIT;
             walk.next();
         }
     }
     c.cursor.advance((units + P::UNITS_PER_STAGE - 1) / P::UNITS_PER_STAGE);
 }
 
-// Sums of one tile and column over all units: lanes 4j .. 4j + 3 all get rows j (x) and j + 8 (y). Fixed order.
+// Sums over all units of one tile and of the lane's column: rows j (x) and j + 8 (y). Fixed order.
 template <class P>
-__device__ __forceinline__ float2 tile_sums(const float* part, int tiles, int tile, int column, int lane) {
-    const int j = lane / 4, quarter = lane % 4;
+__device__ __forceinline__ float2 tile_sums(const float* part, int tiles, int tile, Place place, int lane) {
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
     for (int chunk = 0; chunk < P::CHUNKS; chunk++) {
-        const float* const at =
-            part + ((chunk * tiles + tile) * P::UNITS + quarter) * PART_UNIT + column * TILE_ROWS + j;
+        const float* const at = part + ((chunk * tiles + tile) * P::UNITS + place.replica) * PART_UNIT +
+                                in_part(place.column, lane / 4);
 #pragma unroll
-        for (int i = 0; i < P::UNITS; i += 4)
-            if (P::UNITS % 4 == 0 || i + quarter < P::UNITS) {
-                sum.x += at[i * PART_UNIT];
-                sum.y += at[i * PART_UNIT + 8];
+        for (int i = 0; i < P::UNITS; i += REPLICAS)
+            if (P::UNITS % REPLICAS == 0 || i + place.replica < P::UNITS) {
+                const float2 unit = *reinterpret_cast<const float2*>(at + i * PART_UNIT);
+                sum.x += unit.x, sum.y += unit.y;
             }
     }
 #pragma unroll
-    for (int o = 1; o < 4; o <<= 1) {
+    for (int o = SIDE; o < 4; o <<= 1) {
         sum.x += __shfl_xor_sync(ALL_LANES, sum.x, o);
         sum.y += __shfl_xor_sync(ALL_LANES, sum.y, o);
     }
     return sum;
 }
 
-// A whole phase: `stage(piece)` puts x into shared memory, the tiles are multiplied, and `finish(tile, column, sums)` is
-// called by one warp for each tile and column, with the rows' sums as tile_sums returns them. `meanwhile` is called by
-// every warp when its share is multiplied. An SM without tiles does
-// not even look at the input: whoever reads a hop's buffer must publish something that its next writers wait for, or it
-// might be overtaken.
+// One tile's sums: away to the other SM of the pair, or, with what it has sent, to `finish`.
+template <class P, class Finish>
+__device__ __forceinline__ void exchange(const Context& c, int tile, Place place, float2 sums, bool own, Epoch epoch,
+                                         Finish finish) {
+    u32* const words = c.s.received + received_before(P::INDEX) + (tile / 2 * COLUMNS + place.column) * TILE_ROWS +
+                       c.lane / 4 * 2;
+    if (!own) {
+        if (place.replica == 0)
+            store_words2_there(address_in(c.rank ^ 1, words), make_uint2(word(sums.x, epoch), word(sums.y, epoch)));
+        return;
+    }
+    Watchdog watchdog;
+    uint2 w;
+    while (true) {
+        w = load_words2_here(words);
+        if (__all_sync(ALL_LANES, fresh(w.x, epoch) && fresh(w.y, epoch))) break;
+        watchdog.tick(WAIT_PAIR);
+    }
+    finish(tile, place, make_float2(sums.x + value_of(w.x), sums.y + value_of(w.y)));
+}
+
+// Brings `tiles` tiles to an end, whose first is `first`. sums(tile, place): an SM's own, as tile_sums returns them; the
+// tile counts from `first`. Those of tiles that the other SM of the pair owns go to its shared memory.
+template <class P, class Sums, class Finish>
+__device__ __forceinline__ void finish_tiles(Context& c, int first, int tiles, Epoch epoch, Sums sums, Finish finish) {
+    static_assert(WARPS % TURNS == 0, "a warp's columns are always the same");
+    const Place place{c.warp % TURNS * SIDE + c.lane % SIDE, c.lane % 4 / SIDE};
+    const int others = P::SHARES > 1 ? (tiles + c.rank) / 2 : 0;  // tiles of the other SM; they go first
+    for (int item = c.warp; item < tiles * TURNS; item += WARPS) {
+        const int nth = item / TURNS;
+        if constexpr (P::SHARES == 1) {
+            finish(first + nth, place, sums(nth, place));
+        } else {
+            const bool own = nth >= others;
+            const int tile = own ? 2 * (nth - others) + c.rank : 2 * nth + 1 - c.rank;
+            exchange<P>(c, first + tile, place, sums(tile, place), own, epoch, finish);
+        }
+    }
+}
+
+template <class... P>
+constexpr bool ANY_BY_SLICE = (BY_SLICE<P> || ...);
+#ifdef DRAFTER
+constexpr bool SLICED = ANY_BY_SLICE<Qkv, Out, GateUp, Down, Head, DFc, DOut, DGateUp, DDown, DHead>;
+#else
+constexpr bool SLICED = ANY_BY_SLICE<Qkv, Out, GateUp, Down, Head>;
+#endif
+
+// A whole phase: `stage(piece)` puts x into shared memory for the warps that read it, the tiles are multiplied, and `finish(tile, place, sums)` is
+// called by one warp for each own tile, as often as its columns need, with the lane's sums as tile_sums returns them.
+// `meanwhile` is called by every warp when its share is multiplied. An SM without tiles does not even look at the input:
+// whoever reads a hop's buffer must publish something that its next writers wait for, or it might be overtaken. (With two
+// SMs to a tile, the one that has none of its own to publish has sent its sums to the other.)
 template <class P, class Meanwhile, class Stage, class Finish>
-__device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot, Meanwhile meanwhile, Stage stage,
-                                          Finish finish) {
+__device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot, Epoch epoch, Meanwhile meanwhile,
+                                          Stage stage, Finish finish) {
     c.forget();
     const int tiles = c.tiles.count[P::INDEX];
     if (tiles == 0) return;
@@ -235,8 +338,6 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
         for (int piece = 0; piece < P::PIECES; piece++) {
             stage(piece);
             profile.stamp(slot);
-            c.sync();
-            profile.stamp(slot + 1);
             c.forget();
 #pragma unroll 1
             for (int i = 0; i < CHUNKS_PER_PIECE; i++)
@@ -246,14 +347,12 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             c.sync();
             c.forget();
         }
-        for (int item = c.warp; item < tiles * COLUMNS; item += WARPS)
-            finish(item / COLUMNS, item % COLUMNS, tile_sums<P>(part, tiles, item / COLUMNS, item % COLUMNS, c.lane));
+        const auto sums = [&](int tile, Place place) { return tile_sums<P>(part, tiles, tile, place, c.lane); };
+        finish_tiles<P>(c, 0, tiles, epoch, sums, finish);
     } else {
         constexpr int BUFFER = P::BATCH * P::UNITS * PART_UNIT;
         stage(0);
         profile.stamp(slot);
-        c.sync();
-        profile.stamp(slot + 1);
         meanwhile();
         // Two buffers of sums: while some warps finish a batch, the others multiply the next one.
 #pragma unroll 1
@@ -261,10 +360,11 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             const int n = min(P::BATCH, tiles - first);
             multiply_tiles<P>(c, n, 0, 0, part + batch * BUFFER);
             c.sync();
-            for (int item = c.warp; item < n * COLUMNS; item += WARPS)
-                finish(first + item / COLUMNS, item % COLUMNS,
-                       tile_sums<P>(part + batch * BUFFER, n, item / COLUMNS, item % COLUMNS, c.lane));
+            const float* const done = part + batch * BUFFER;
+            const auto sums = [&](int tile, Place place) { return tile_sums<P>(done, n, tile, place, c.lane); };
+            finish_tiles<P>(c, first, n, epoch, sums, finish);
         }
     }
+    if constexpr (SLICED) c.sync();  // sums have been read: the next phase's are written before all warps have met again
     profile.stamp(slot + 3);
 }

@@ -88,29 +88,33 @@ struct Window {
     }
 };
 
-// Logits of this SM's rows. Returns the thread's best candidate: all that a warp sees are of column warp % COLUMNS.
+// Logits of this SM's rows. Returns the thread's best candidate, of its column (finish_tiles).
 __device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 layers) {
     u64 best = 0;
     const Epoch epoch(layers);
     float* const factor = c.s.factor[layers & 1][NORM_HEAD];
     const u32* const hop = c.copy();
     run_phase<Head>(
-        c, profile, 20, [] {},
+        c, profile, 20, epoch, [] {},
         [&](int) {
             stage_packets<Head, true>(c, hop + HOP_HIDDEN, hop + HOP_HIDDEN_SQUARES, factor, epoch, 0, WAIT_HIDDEN);
         },
-        [&](int tile, int column, float2 sums) {
-            const int row_in_sm = tile * TILE_ROWS + c.lane / 4 + (c.lane & 1) * 8;
-            const int row = c.tiles.first[Head::INDEX] * TILE_ROWS + row_in_sm;
-            float logit = (c.lane & 1 ? sums.y : sums.x) * factor[column] * (1.0f / LOGITS_SCALING);
-            if (c.lane & 2 || row >= VOCAB) return;
-            if (c.p.mode != STEP) {
-                if (c.p.repeat_penalty != 1.0f && c.s.seen[row_in_sm])
-                    logit = logit > 0.0f ? logit / c.p.repeat_penalty : logit * c.p.repeat_penalty;
-                const u64 mine = candidate(logit, row);
-                best = mine > best ? mine : best;
+        [&](int tile, Place place, float2 sums) {
+#pragma unroll
+            for (int upper = 0; upper < 2; upper++) {
+                const int row_in_sm = tile * TILE_ROWS + c.lane / 4 + upper * 8, column = place.column;
+                const int row = c.tiles.first[Head::INDEX] * TILE_ROWS + row_in_sm;
+                if (place.replica != upper % REPLICAS || row >= VOCAB) continue;
+                float logit = (upper ? sums.y : sums.x) * factor[column] * (1.0f / LOGITS_SCALING);
+                if (c.p.mode != STEP) {
+                    if (c.p.repeat_penalty != 1.0f && c.s.seen[row_in_sm])
+                        logit = logit > 0.0f ? logit / c.p.repeat_penalty : logit * c.p.repeat_penalty;
+                    const u64 mine = candidate(logit, row);
+                    best = mine > best ? mine : best;
+                }
+                if (c.p.logits && (COLUMNS == 1 || column <= c.s.step.drafted))
+                    c.p.logits[size_t(column) * VOCAB + row] = logit;
             }
-            if (c.p.logits && (COLUMNS == 1 || column <= c.s.step.drafted)) c.p.logits[size_t(column) * VOCAB + row] = logit;
         });
     return best;
 }

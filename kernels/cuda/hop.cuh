@@ -76,6 +76,10 @@ __device__ __forceinline__ float units_in_one(u32 exponent) {
     return exponent < LEAST_EXPONENT || exponent == NAN_EXPONENT ? 0.0f : power_of_two(268 - exponent);
 }
 
+__device__ __forceinline__ u32 word_of_packet(int even, int odd, u32 exponent, int nth, Epoch epoch) {
+    return u32(odd) << 18 | (exponent >> (2 * nth) & 3) << 16 | (u32(even) & 0x3fff) << 2 | epoch.packet;
+}
+
 // Publishes eight channels that lie in lanes STEP apart: channel i in the lane whose bits of STEP, 2 STEP and 4 STEP are i.
 // All lanes take part; `packet` is the lane's own. Each lane stores to STORES copies, every APART-th.
 template <int STEP, int STORES = 1, int APART = 1>
@@ -87,20 +91,103 @@ __device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, i
     const int mantissa = __float2int_rn(value * (0.25f * units_in_one(exponent)));
     const int next = __shfl_xor_sync(ALL_LANES, mantissa, STEP);
     const int channel = lane / STEP % PACKET;
-    const u32 w = u32(next) << 18 | (exponent >> channel & 3) << 16 | (u32(mantissa) & 0x3fff) << 2 | epoch.packet;
+    const u32 w = word_of_packet(mantissa, next, exponent, channel / 2, epoch);
     if (store && channel % 2 == 0)
 #pragma unroll
         for (int i = 0; i < STORES; i++) store_word(packet + i * APART * HOP_COPY + channel / 2, w);
 }
 
+// The same, of eight channels of one lane.
+__device__ __forceinline__ uint4 packet_of(const float (&v)[PACKET], Epoch epoch) {
+    u32 largest = 0, words[4];
+#pragma unroll
+    for (int i = 0; i < PACKET; i++) largest = max(largest, __float_as_uint(fabsf(v[i])));
+    const u32 exponent = exponent_for(largest);
+    const float scale = 0.25f * units_in_one(exponent);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        words[i] = word_of_packet(__float2int_rn(v[2 * i] * scale), __float2int_rn(v[2 * i + 1] * scale), exponent, i, epoch);
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The same, of eight channels of two neighbouring lanes, the even one's first.
+__device__ __forceinline__ void publish4(u32* packet, const float (&v)[4], Epoch epoch, int lane, bool store) {
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) largest = max(largest, __float_as_uint(fabsf(v[i])));
+    const u32 exponent = exponent_for(max(largest, __shfl_xor_sync(ALL_LANES, largest, 1)));
+    const float scale = 0.25f * units_in_one(exponent);
+    u32 words[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+        words[i] = word_of_packet(__float2int_rn(v[2 * i] * scale), __float2int_rn(v[2 * i + 1] * scale), exponent,
+                                  lane % 2 * 2 + i, epoch);
+    if (store) store_words2(packet + lane % 2 * 2, make_uint2(words[0], words[1]));
+}
+
+// How a warp's lanes share the sums of one tile: lane 4j + t has rows j and j + 8 of one column, and up to four columns
+// lie side by side. Where there are fewer, several lanes have the same, and take turns at what there is to store.
+constexpr int SIDE = COLUMNS < 4 ? COLUMNS : 4, REPLICAS = 4 / SIDE;
+constexpr int TURNS = COLUMNS / SIDE;  // of a warp, for all columns of a tile
+struct Place {
+    int column, replica;
+};
+
+// Publishes a tile's 16 rows as two packets in all copies; x: rows j and j + 8.
+__device__ __forceinline__ void publish_rows(u32* packets, float2 x, Epoch epoch, int lane, int replica) {
+    if constexpr (REPLICAS == 1) {
+        publish<4, HOP_COPIES>(packets, x.x, epoch, lane, true);
+        publish<4, HOP_COPIES>(packets + PACKET / 2, x.y, epoch, lane, true);
+    } else {
+        constexpr int APART = larger(REPLICAS / 2, 1);  // lanes that store different copies
+        const int upper = replica & 1, copy = replica >> 1;
+        publish<4, larger(HOP_COPIES / APART, 1), APART>(packets + upper * (PACKET / 2) + copy * HOP_COPY,
+                                                            upper ? x.y : x.x, epoch, lane, copy < HOP_COPIES);
+    }
+}
+
+// Publishes eight channels of gate and up, row j's, as SwiGLU in all copies (Shazeer, 2020).
+__device__ __forceinline__ void publish_gated(u32* packet, float gate, float up, Epoch epoch, int lane, int replica) {
+    publish<4, larger(HOP_COPIES / REPLICAS, 1), REPLICAS>(
+        packet + replica * HOP_COPY, __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, lane, replica < HOP_COPIES);
+}
+
+// Rows j and j + 8 of a tile of queries, keys or values, as words.
+__device__ __forceinline__ void store_heads(u32* hop, int tile, Place place, float2 x, Epoch epoch, int lane) {
+    u32* const rows = hop + HOP_QKV + place.column * QKV_ROWS_TOTAL + tile * TILE_ROWS + lane / 4;
+#pragma unroll
+    for (int upper = 0; upper < 2; upper++)
+        if (place.replica == upper % REPLICAS) store_word(rows + upper * 8, word(upper ? x.y : x.x, epoch));
+}
+
+// Publishes the sum of the squares of those rows, a word a column, in all copies.
+__device__ __forceinline__ void publish_square(u32* squares, float2 x, Epoch epoch, int lane, int replica) {
+    float square = x.x * x.x + x.y * x.y;
+#pragma unroll
+    for (int o = 4; o < 32; o <<= 1) square += __shfl_xor_sync(ALL_LANES, square, o);
+    if (lane / 4 < HOP_COPIES && replica == 0) store_word(squares + lane / 4 * HOP_COPY, word(square, epoch));
+}
+
 // ---- staging: x into shared memory
 
+// (column, 256 channels) pairs and how the warps share them: warp w takes one place in K, as many columns side by side as
+// there are warps for.
 template <class P>
-struct Items {  // (column, 256 channels) pairs; warp w takes w, w + WARPS, ...
+struct Items {
     static constexpr int PER_COLUMN = (P::STAGED_K + ITEM - 1) / ITEM;
-    static constexpr int ALL = COLUMNS * PER_COLUMN;
-    static constexpr int ROUNDS = (ALL + WARPS - 1) / WARPS;
-    static constexpr int AT_ONCE = ROUNDS < STAGE_LOADS ? ROUNDS : STAGE_LOADS;  // loads in flight a warp
+    static constexpr int ABREAST = larger(WARPS / PER_COLUMN, 1);                           // columns side by side
+    static constexpr int ROUNDS = (PER_COLUMN + WARPS - 1) / WARPS * ((COLUMNS + ABREAST - 1) / ABREAST);  // of a warp
+    static constexpr bool WHOLE = P::STAGED_K % ITEM == 0;
+    int column, within;
+    __device__ __forceinline__ explicit Items(int warp) : column(warp / PER_COLUMN), within(warp % PER_COLUMN) {
+        if (PER_COLUMN < WARPS && warp >= ABREAST * PER_COLUMN) column = COLUMNS, within = PER_COLUMN;
+    }
+    __device__ __forceinline__ bool left() const { return column < COLUMNS && within < PER_COLUMN; }
+    __device__ __forceinline__ void next() {
+        column += ABREAST;
+        if (PER_COLUMN > WARPS && column >= COLUMNS) column = 0, within += WARPS;
+    }
+    __device__ __forceinline__ bool inside(int lane) const { return WHOLE || within * ITEM + lane * PACKET < P::STAGED_K; }
 };
 
 // Where a lane's eight channels of an item lie: a block's 64 channels are 16-byte rows, one for each operand register of
@@ -202,6 +289,20 @@ __device__ __forceinline__ void put_packet(const Context& c, const uint4& packet
 // RMSNorm's factor from the mean square (Zhang and Sennrich, 2019).
 __device__ __forceinline__ float inverse_rms(float squares) { return rsqrtf(squares * (1.0f / HIDDEN) + RMS_EPS); }
 
+// A warp's units have the same place in K, and what it stages is there, too: only those warps wait for one another.
+template <class P>
+constexpr bool BY_SLICE = P::SAME_K && P::CHUNKS == 1 && P::PIECES == 1 && P::UNIT_BLOCKS * 64 == ITEM;
+
+template <class P>
+__device__ __forceinline__ void sync_staged(const Context& c) {
+    if constexpr (BY_SLICE<P>) {
+        static_assert(Items<P>::PER_COLUMN == P::UNITS && Items<P>::ABREAST * P::UNITS == P::STRIDE, "the same warps");
+        if (c.warp < P::STRIDE) sync_some<32 * Items<P>::ABREAST>(c.warp % P::UNITS);
+    } else {
+        c.sync();
+    }
+}
+
 // Stages one hop's packets [column][K / 8]. With NORM, squares are words [column][HIDDEN / 16] of the same hop, and RMSNorm's
 // factors come to factors[column]. The norm's weights are in the packets already, and its factor meets the products, so
 // that nobody waits for the sum.
@@ -218,39 +319,41 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
     if (norm_column < COLUMNS)
 #pragma unroll
         for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
-    uint4 w[I::AT_ONCE];
-    const auto load = [&](int first) {
-#pragma unroll
-        for (int i = 0; i < I::AT_ONCE; i++) {
-            const int item = first + i * WARPS;
-            const int k = min(item % I::PER_COLUMN * ITEM + c.lane * PACKET, P::STAGED_K - PACKET);
-            if (item < I::ALL) w[i] = load_words4(packets + (item / I::PER_COLUMN * P::K + piece * P::STAGED_K + k) / 2);
-        }
+    // Only a warp's first item is polled: by the time it has come, the others have or are about to.
+    constexpr int AHEAD = I::ROUNDS < STAGE_LOADS ? I::ROUNDS : STAGE_LOADS;  // items of a warp on their way
+    uint4 w[AHEAD];
+    const u32* const part_of_x = packets + (P::SHARES > 1 ? c.rank * (P::K / 2) : 0) + piece * (P::STAGED_K / 2);
+    const auto load = [&](int i, const I& item) {
+        const int k = I::WHOLE ? item.within * ITEM + c.lane * PACKET
+                               : min(item.within * ITEM + c.lane * PACKET, P::STAGED_K - PACKET);
+        if (item.left()) w[i] = load_words4(part_of_x + (item.column * (P::K * P::SHARES) + k) / 2);
     };
-    load(c.warp);
+    I item(c.warp), ahead = item;
+    load(0, ahead);
+    bool waited = false;
 #pragma unroll 1
-    for (int first = c.warp; first < I::ALL; first += I::AT_ONCE * WARPS) {
-        Watchdog watchdog;
-        while (true) {
-            bool ready = true;
+    while (item.left()) {
 #pragma unroll
-            for (int i = 0; i < I::AT_ONCE; i++)
-                if (first + i * WARPS < I::ALL) ready &= fresh(w[i], epoch);
-            if (__all_sync(ALL_LANES, ready)) break;
-            load(first);
-            watchdog.tick(where);
-        }
-        uint4 now[I::AT_ONCE];
+        for (int i = 0; i < AHEAD; i++) {
+            if (i > 0 && !item.left()) break;
+            Watchdog watchdog;
+            while (!__all_sync(ALL_LANES, fresh(w[i], epoch))) {
+                load(i, item);
+                watchdog.tick(where);
+            }
+            const uint4 now = w[i];
+            if (i == 0 && !waited) {
+                waited = true;
 #pragma unroll
-        for (int i = 0; i < I::AT_ONCE; i++) now[i] = w[i];
-        load(first + I::AT_ONCE * WARPS);  // under way while these are put
-#pragma unroll
-        for (int i = 0; i < I::AT_ONCE; i++) {
-            const int item = first + i * WARPS, within = item % I::PER_COLUMN;
-            if (item >= I::ALL) break;
-            put_packet<P>(c, now[i], within * ITEM + c.lane * PACKET < P::STAGED_K, item / I::PER_COLUMN, within);
+                for (int n = 1; n < AHEAD; n++) ahead.next(), load(n, ahead);
+            }
+            ahead.next();
+            load(i, ahead);
+            put_packet<P>(c, now, item.inside(c.lane), item.column, item.within);
+            item.next();
         }
     }
+    if constexpr (BY_SLICE<P>) sync_staged<P>(c);
     if (norm_column < COLUMNS) {
         Watchdog watchdog;
         while (true) {
@@ -269,6 +372,7 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
         sum = warp_sum(sum);
         if (c.lane == 0) factors[norm_column] = inverse_rms(sum);
     }
+    if constexpr (!BY_SLICE<P>) sync_staged<P>(c);
 }
 
 // N (1, 2, 4 or 8; k a multiple of N) consecutive channels of a token's embedding, from the matrix as it is packed.
@@ -301,9 +405,11 @@ template <class P, class TokenAt>
 __device__ __forceinline__ void stage_embedding(const Context& c, const float* norm, TokenAt token_at) {
     using I = Items<P>;
 #pragma unroll 1
-    for (int item = c.warp; item < I::ALL; item += WARPS) {
-        const int column = item / I::PER_COLUMN, within = item % I::PER_COLUMN, k = within * ITEM + c.lane * PACKET;
-        const bool inside = k < P::K;
+    for (int item = c.warp; item < P::SHARES * I::PER_COLUMN * COLUMNS; item += WARPS) {
+        const int column = item / (P::SHARES * I::PER_COLUMN), nth = item % (P::SHARES * I::PER_COLUMN);
+        const int share = nth / I::PER_COLUMN, within = nth % I::PER_COLUMN, in_share = within * ITEM + c.lane * PACKET;
+        const int k = share * P::K + in_share;
+        const bool inside = in_share < P::K;
         float v[PACKET] = {}, squares = 0.0f;
         if (inside) embedding(c.p, token_at(column), k, v);
 #pragma unroll
@@ -311,10 +417,11 @@ __device__ __forceinline__ void stage_embedding(const Context& c, const float* n
             squares += v[e] * v[e];
             if (inside) v[e] *= __ldg(norm + k + e);
         }
-        put_values<P>(c, v, inside, column, within);
+        if (P::SHARES == 1 || share == c.rank) put_values<P>(c, v, inside, column, within);
         squares = warp_sum(squares);
-        if (c.lane == 0) c.s.squares[column][within] = squares;
+        if (c.lane == 0) c.s.squares[column][nth] = squares;
     }
+    c.sync();
 }
 
 // What stage_packets does with the squares that it receives, for those of stage_embedding; when every warp has staged.

@@ -48,10 +48,9 @@ class _Retile(ctypes.Structure):
         ("low", _Source),
         ("high", _Source),
         *[(name, ctypes.c_int32) for name in ("low_row", "high_row", "rows_per_tile", "rows", "k", "group", "bits")],
-        *[(name, ctypes.c_int32) for name in ("chunks", "units", "unit_blocks", "unit_bytes", "reserved")],
-        ("target", _POINTER),
-        ("offset", _POINTER),
-        ("chunk_stride", _POINTER),
+        *[(name, ctypes.c_int32) for name in ("chunks", "shares", "apart", "units", "unit_blocks", "unit_bytes")],
+        ("reserved", ctypes.c_int32),
+        *[(name, _POINTER) for name in ("target", "offset", "chunk_stride", "share_stride")],
     ]
 
 
@@ -206,19 +205,20 @@ class _Retiler:
         sources = low, low if high is None else on_device(high, self._device)
         cut = self._tiled.phases[phase]
         tiles = -(-matrix.n // (TILE_ROWS if high is None else TILE_ROWS // 2))
-        offset, layer_stride, chunk_stride = self._places[phase][first : first + tiles].T
-        positions = torch.from_numpy(np.stack([offset + layer * layer_stride, chunk_stride])).to(self._device)
+        offset, layer_stride, *strides = self._places[phase][first : first + tiles].T
+        positions = torch.from_numpy(np.stack([offset + layer * layer_stride, *strides])).to(self._device)
         r = _Retile()
         for target, tensors in zip((r.low, r.high), sources, strict=True):
             target.q, target.scale, target.minimum = (0 if t is None else t.data_ptr() for t in tensors)
         r.low_row, r.high_row, r.rows_per_tile = (0, 8, 16) if high is None else (0, 0, 8)
         r.rows, r.k, r.group = matrix.n, matrix.k, matrix.group or 0
         r.bits = {"int4": 4, "int8": 8, "bf16": 16}[str(matrix.format)]
-        r.chunks, r.units, r.unit_blocks, r.unit_bytes = cut.chunks, cut.units, cut.unit_blocks, cut.unit_bytes
+        r.chunks, r.shares, r.apart = cut.chunks, cut.shares, int(cut.apart)
+        r.units, r.unit_blocks, r.unit_bytes = cut.units, cut.unit_blocks, cut.unit_bytes
         r.target = self._tiled.data.data_ptr()
-        r.offset, r.chunk_stride = positions[0].data_ptr(), positions[1].data_ptr()
+        r.offset, r.chunk_stride, r.share_stride = (row.data_ptr() for row in positions)
         stream = torch.cuda.current_stream()
-        self._kernel.launch((tiles, cut.chunks * cut.units, 1), 128, [r], stream=stream.cuda_stream)
+        self._kernel.launch((tiles, cut.shares * cut.chunks * cut.units, 1), 128, [r], stream=stream.cuda_stream)
         stream.synchronize()  # the staging tensors are freed on return
 
 

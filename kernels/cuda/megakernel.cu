@@ -5,10 +5,12 @@
 // One warp (the producer) streams this SM's weights and keys through the ring; the other 16 (the consumers) go through
 // the phases of every layer, exchanging activations with the other SMs by hops:
 //
-//     x --stage--> q, k, v --hop--> attention (some SMs) --hop--> o + residual --hop--> gate, up --hop--> down + residual
+//     x --stage--> q, k, v --hop--> attention (some SMs) --hop--> merged --hop--> o + residual --hop--> gate, up --hop-->
+//     down + residual
 //
-// A phase's rows are spread over all SMs. The owner of a row of o owns it in down too, so the residual stream lives in
-// shared memory, float32, each row in one place.
+// A phase's rows are spread over all SMs, or over pairs of them (clusters of two), each of which multiplies one half of K:
+// then an SM stages half of the activations, and sends its sums of every second tile to the other's shared memory. The owner
+// of a row of o owns it in down too, so the residual stream lives in shared memory, float32, each row in one place.
 //
 // Files: primitives (PTX), shape (numbers), ring (streaming), context (parameters), hop (exchange and staging), gemv
 // (products), attention, sampling, head, speculate, draft_head. The macros come from plan.py.
@@ -108,7 +110,7 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
     const auto nothing = [] {};
 
     run_phase<Qkv>(
-        c, profile, 0,
+        c, profile, 0, epoch,
         [&] {
             if (layer == 0) norm_of_embedding(c, factors[NORM_QKV]);
         },
@@ -119,73 +121,74 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
                 stage_packets<Qkv, true>(c, mine + HOP_HIDDEN, mine + HOP_HIDDEN_SQUARES, factors[NORM_QKV],
                                          Epoch(layers - 1), 0, WAIT_HIDDEN);
         },
-        [&](int tile, int column, float2 sums) {
-            const int quarter = c.lane & 3, j = c.lane / 4;
-            if (quarter < 2)
-                store_word(hop + HOP_QKV + column * QKV_ROWS_TOTAL + (c.tiles.first[Qkv::INDEX] + tile) * TILE_ROWS + j +
-                               quarter * 8,
-                           word((quarter ? sums.y : sums.x) * factors[NORM_QKV][column], epoch));
+        [&](int tile, Place place, float2 sums) {
+            const float factor = factors[NORM_QKV][place.column];
+            store_heads(hop, c.tiles.first[Qkv::INDEX] + tile, place, make_float2(sums.x * factor, sums.y * factor), epoch,
+                        c.lane);
         });
 
     attention(c, profile, layer, position, epoch);
 
     // The owner of a row adds to its residual and publishes the sum, times the weight of the norm that reads it next.
     const auto fetch_norm_weights = [&](int which) {
-        const float* const source = norms + (which + 1) * HIDDEN + c.tiles.first[Out::INDEX] * TILE_ROWS;
-        for (int i = CONSUMERS - 1 - threadIdx.x; i < c.tiles.count[Out::INDEX] * TILE_ROWS; i += CONSUMERS)
-            c.s.norm_weight[which][i] = __ldg(source + i);
+        const float* const source = norms + (which + 1) * HIDDEN;
+        for (int i = CONSUMERS - 1 - threadIdx.x; i < owned_rows(c.tiles); i += CONSUMERS)
+            c.s.norm_weight[which][i] = __ldg(source + owned_row(c.tiles, i));
     };
-    const auto add = [&](int tile, int column, float2 sums, int which, int packets, int squares, float* feature) {
-        const int upper = c.lane & 1, copy = c.lane >> 1 & 1, row = tile * TILE_ROWS + c.lane / 4 + upper * 8;
+    const auto add = [&](int tile, Place place, float2 sums, int which, int packets, int squares, float* feature) {
+        const int row = tile / RANKS * TILE_ROWS + c.lane / 4, column = place.column;  // among the owned ones
         const int tile_in_all = c.tiles.first[Out::INDEX] + tile;
-        const float x = c.s.residual[row][column] + RESIDUAL_MULTIPLIER * (upper ? sums.y : sums.x);
-        u32* const packet = hop + copy * HOP_COPY + packets + (column * HIDDEN + tile_in_all * TILE_ROWS + upper * 8) / 2;
-        publish<4, larger(HOP_COPIES / 2, 1), 2>(packet, x * c.s.norm_weight[which][row], epoch, c.lane, copy < HOP_COPIES);
-        const float square = warp_sum(copy == 0 ? x * x : 0.0f);
-        if (c.lane < HOP_COPIES)
-            store_word(hop + c.lane * HOP_COPY + squares + column * (HIDDEN / TILE_ROWS) + tile_in_all, word(square, epoch));
-        __syncwarp();  // the lanes of the other copies have read the residual
-        if (copy == 0) {
-            c.s.residual[row][column] = x;
-            if (feature) feature[column * HIDDEN + c.tiles.first[Out::INDEX] * TILE_ROWS + row] = x;
+        float &low = c.s.residual[row][column], &high = c.s.residual[row + 8][column];
+        const float2 x = make_float2(low + RESIDUAL_MULTIPLIER * sums.x, high + RESIDUAL_MULTIPLIER * sums.y);
+        const float* const weights = c.s.norm_weight[which] + row;
+        publish_rows(hop + packets + (column * HIDDEN + tile_in_all * TILE_ROWS) / 2,
+                     make_float2(x.x * weights[0], x.y * weights[8]), epoch, c.lane, place.replica);
+        publish_square(hop + squares + column * (HIDDEN / TILE_ROWS) + tile_in_all, x, epoch, c.lane, place.replica);
+        __syncwarp();  // the other lanes of this column have read the residual
+        if (place.replica == 0) {
+            low = x.x, high = x.y;
+            if (feature) {
+                float* const rows = feature + column * HIDDEN + tile_in_all * TILE_ROWS + c.lane / 4;
+                rows[0] = x.x, rows[8] = x.y;
+            }
         }
         return x;
     };
 
+    merge_splits(c, epoch);
+
     run_phase<Out>(
-        c, profile, 8, nothing,
+        c, profile, 8, epoch, nothing,
         [&](int) {
             fetch_norm_weights(0);
-            AttentionInput<Out>(c, c.s.share.splits, epoch).stage();
+            stage_packets<Out, false>(c, mine + HOP_MERGED, nullptr, nullptr, epoch, 0, WAIT_ATTENTION);
         },
-        [&](int tile, int column, float2 sums) {
-            add(tile, column, sums, 0, HOP_MIDDLE, HOP_MIDDLE_SQUARES, nullptr);
+        [&](int tile, Place place, float2 sums) {
+            add(tile, place, sums, 0, HOP_MIDDLE, HOP_MIDDLE_SQUARES, nullptr);
         });
 
     run_phase<GateUp>(
-        c, profile, 12, nothing,
+        c, profile, 12, epoch, nothing,
         [&](int) {
             stage_packets<GateUp, true>(c, mine + HOP_MIDDLE, mine + HOP_MIDDLE_SQUARES, factors[NORM_GATE_UP], epoch, 0,
                                         WAIT_HIDDEN);
         },
-        [&](int tile, int column, float2 sums) {
-            const float factor = factors[NORM_GATE_UP][column], gate = sums.x * factor, up = sums.y * factor;
+        [&](int tile, Place place, float2 sums) {
+            const float factor = factors[NORM_GATE_UP][place.column];
             const int channel = (c.tiles.first[GateUp::INDEX] + tile) * PACKET;
-            const int copy = c.lane & 3;
-            publish<4, larger(HOP_COPIES / 4, 1), 4>(hop + copy * HOP_COPY + HOP_GATED + (column * INTERMEDIATE + channel) / 2,
-                                                     __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, c.lane,
-                                                     copy < HOP_COPIES);
+            publish_gated(hop + HOP_GATED + (place.column * INTERMEDIATE + channel) / 2, sums.x * factor, sums.y * factor,
+                          epoch, c.lane, place.replica);
         });
 
     run_phase<Down>(
-        c, profile, 16, nothing,
+        c, profile, 16, epoch, nothing,
         [&](int piece) {
             if (piece == 0) fetch_norm_weights(1);
             stage_packets<Down, false>(c, mine + HOP_GATED, nullptr, nullptr, epoch, piece, WAIT_HIDDEN);
         },
-        [&](int tile, int column, float2 sums) {
-            const float x = add(tile, column, sums, 1, HOP_HIDDEN, HOP_HIDDEN_SQUARES, feature_of(c.p, layer + 1));
-            publish_feature(c, layer + 1, tile, column, x);
+        [&](int tile, Place place, float2 sums) {
+            const float2 x = add(tile, place, sums, 1, HOP_HIDDEN, HOP_HIDDEN_SQUARES, feature_of(c.p, layer + 1));
+            publish_feature(c, layer + 1, tile, place, x);
         });
 }
 
@@ -193,14 +196,15 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
 // the compiler hoists out of it would be spilled in the layers.
 __device__ __noinline__ void begin_pass(const Parameters* p, Shared* s, int position, int only_token) {
     Context c{*p, *s, nullptr, nullptr, s->tiles, Cursor{}};
-    const int rows = c.tiles.count[Out::INDEX] * TILE_ROWS, first = c.tiles.first[Out::INDEX] * TILE_ROWS;
+    const int rows = owned_rows(c.tiles);
     float* const feature = feature_of(*p, 0);
     for (int i = threadIdx.x; i < rows * COLUMNS; i += CONSUMERS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
+        const int in_all = owned_row(c.tiles, row);
         float x[1];
-        embedding(*p, token_of(*s, column, only_token), first + row, x);
+        embedding(*p, token_of(*s, column, only_token), in_all, x);
         s->residual[row][column] = x[0];
-        if (feature) feature[column * HIDDEN + first + row] = x[0];
+        if (feature) feature[column * HIDDEN + in_all] = x[0];
     }
     rotary_table(c, position, p->inverse_frequencies);
     if (threadIdx.x == 0) s->share = key_share(c.sm, position);
@@ -253,7 +257,13 @@ __device__ __forceinline__ void consume(Context& c) {
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid_constant__ Parameters p) {
+#if RANKS > 1
+#define FLINT_CLUSTER __cluster_dims__(RANKS, 1, 1)
+#else
+#define FLINT_CLUSTER
+#endif
+
+extern "C" __global__ void FLINT_CLUSTER __launch_bounds__(THREADS, 1) megakernel(const __grid_constant__ Parameters p) {
     u8* const slots = dynamic_shared_memory();
     u8* const arena = slots + STAGES * STAGE_BYTES;
     Shared& s = *reinterpret_cast<Shared*>(arena + ARENA_BYTES);
@@ -279,7 +289,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) megakernel(const __grid
             *reinterpret_cast<volatile u32*>(p.host_started) = 1;
         }
     }
-    __syncthreads();
+    if constexpr (RANKS > 1) {
+        for (int i = threadIdx.x; i < received_before(PHASES); i += THREADS) s.received[i] = 0;
+        sync_cluster();
+    } else {
+        __syncthreads();
+    }
     if (threadIdx.x >= CONSUMERS) {
         give_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x < CONSUMERS + 32) produce(p, s, slots);

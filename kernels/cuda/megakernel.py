@@ -28,26 +28,21 @@ __all__ = ["DeviceSampling", "KernelDims", "Megakernel", "Unsupported"]
 PROFILE_SLOTS = 32
 PROFILE_NAMES = {
     0: "qkv receive, stage",
-    1: "qkv barrier",
     2: "qkv multiply",
     3: "qkv sum, publish",
     4: "attention receive",
     5: "attention keys",
     6: "attention merge",
     8: "o receive, stage",
-    9: "o barrier",
     10: "o multiply",
     11: "o sum, publish",
     12: "gate_up receive, stage",
-    13: "gate_up barrier",
     14: "gate_up multiply",
     15: "gate_up sum, publish",
     16: "down receive, stage",
-    17: "down barrier",
     18: "down multiply",
     19: "down sum, publish",
     20: "head receive, stage",
-    21: "head barrier",
     22: "head multiply",
     23: "head sum, publish",
     25: "choose token",  # and look up the next drafts
@@ -130,7 +125,9 @@ class Megakernel:
         self._gpu = self._driver.gpu()
         self._cache, self._progress, self._tuning = cubin_cache, progress, dict(tuning or {})
         self._matrices_embed = matrices["embed"]
-        self.phases = planning.phases_of(dims, matrices)
+        clusters = self._gpu.clusters and self._tuning.get("PAIRS", 1) > 0
+        self._shares = planning.shares_of(dims, matrices, self._gpu.sm_count, clusters)
+        self.phases = planning.phases_of(dims, matrices, self._shares)
         self.split = planning.split_tiles(self.phases, dims.layers, self._gpu.sm_count)
         self._kernels: dict[tuple[int, bool], tuple[Kernel, Plan]] = {}  # by columns, and whether it holds the drafter
         self._reports: dict[tuple[int, bool], tuple[KernelReport, ...]] = {}
@@ -165,7 +162,7 @@ class Megakernel:
         d, kv = self.dims, self.dims.kv_heads * self.dims.head_dim
 
         def rows(phase: str, n: int) -> int:
-            return -(-n // planning.TILE_ROWS) * self.phases[phase].tile_bytes
+            return -(-n // planning.TILE_ROWS) * self.phases[phase].shares * self.phases[phase].tile_bytes
 
         layer = {
             "q": rows("qkv", d.heads * d.head_dim),
@@ -203,7 +200,7 @@ class Megakernel:
         caller to fill outside of loops. Raises Unsupported where no width has room for it."""
         if self.kv_cache.shape[0] == self.dims.layers:
             raise Unsupported("the KV cache was opened without a layer for a drafter")
-        drafting = planning.plan_drafter(self.dims, head.dims, head.matrices, self._gpu.sm_count)
+        drafting = planning.plan_drafter(self.dims, head.dims, head.matrices, self._gpu.sm_count, self._shares)
         held: dict[int, planning.Drafting] = {}
         refused: Unsupported | None = None
         for columns in self.widths()[1:]:
@@ -236,7 +233,7 @@ class Megakernel:
         """Bytes of its weights that a held drafter reads in a step with that many passes."""
         if self._drafter is None:
             return 0
-        sizes = {name: phase.tiles * phase.tile_bytes for name, phase in self._drafter.tiled.phases.items()}
+        sizes = {name: phase.total_bytes for name, phase in self._drafter.tiled.phases.items()}
         return sizes["fc"] + passes * (sum(sizes.values()) - sizes["fc"])
 
     @property

@@ -2,9 +2,11 @@
 compiled with.
 
 A layer is four matrix phases (qkv, o, gate_up, down) and the head is a fifth. A phase's rows are cut into tiles of 16
-rows; a tile over all of K belongs to one SM. K is cut into units, what one warp multiplies at a time; a unit is one
-contiguous piece of memory (drawn in gemv.cuh). gate_up tiles hold 8 gate rows, then their 8 up rows. A learned drafter
-(draft_head.cuh) is one more layer and head of the same kind in a stream of its own, behind a phase "fc".
+rows. Where the GPU has clusters, two SMs share the tiles of a layer: each multiplies one half of K, so that each stages
+half of the activations. A tile of the head belongs to one SM over all of K. K is cut into units, what one warp
+multiplies at a time; a unit is one contiguous piece of memory (drawn in gemv.cuh). gate_up tiles hold 8 gate rows, then
+their 8 up rows. A learned drafter (draft_head.cuh) is one more layer and head of the same kind in a stream of its own,
+behind a phase "fc".
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ MOST_HISTORY = 1 << 20  # tokens that the speculative loop can look up in: its i
 
 CONSUMER_WARPS = 16
 MAX_SPLITS = 16  # of the keys of one KV head
-STAGE_BYTES = 17408  # wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not
+# Wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not.
+STAGE_BYTES = 17408
 CHUNK_K = 4096  # most K whose activations are staged at once for many columns
-BLOCKS_PER_SPLIT = 17  # of 16 positions; 1,024 positions then make four splits, which one round of loads merges
+BLOCKS_PER_SPLIT = 9  # of 16 positions; 1,024 positions then make eight splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read
+SHARED_HOP_COPIES = {4: 2, 8: 2}  # by columns, where SMs share tiles: writing them costs more than reading then
 STAGE_LOADS = 2  # packets of one lane under way at once while activations are staged
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
@@ -115,13 +119,21 @@ class Phase:
     tiles: int
     format: str
     group: int  # 0 for bf16
-    chunks: int  # pieces of K whose units follow one another in memory
+    chunks: int  # pieces of an SM's part of K whose units follow one another in memory
     apart: bool = False  # the chunks' activations have scales of their own: they are staged and summed one by one
+    shares: int = (
+        1  # SMs that share K. Each has one stretch of it, or, if the chunks are apart, a stretch of each chunk
+    )
+
+    @property
+    def own_k(self) -> int:
+        """K that one SM multiplies."""
+        return self.k // self.shares
 
     @property
     def blocks(self) -> int:
-        """Blocks of 64 along K in one chunk."""
-        return self.k // BLOCK_K // self.chunks
+        """Blocks of 64 along K in one SM's part of one chunk."""
+        return self.own_k // BLOCK_K // self.chunks
 
     @property
     def unit_blocks(self) -> int:
@@ -135,7 +147,7 @@ class Phase:
 
     @property
     def units(self) -> int:
-        """Units of one tile in one chunk."""
+        """Units of one SM's part of a tile in one chunk."""
         return self.blocks // self.unit_blocks
 
     @property
@@ -148,7 +160,12 @@ class Phase:
 
     @property
     def tile_bytes(self) -> int:
+        """Bytes of one SM's part of a tile."""
         return self.chunks * self.units * self.unit_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.tiles * self.shares * self.tile_bytes
 
     def units_per_stage(self, stage_bytes: int, warps: int) -> int:
         """A divisor of the consumer warps, so that a warp keeps its place within a stage."""
@@ -169,8 +186,20 @@ def tiles_index(phase: str) -> int:
     return PHASES.index("o" if phase == "fc" else phase)
 
 
-def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix]) -> dict[str, Phase]:
-    """The five phases, from the matrices of layer 0; checks that every layer and every part agrees."""
+def shares_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix], sms: int, clusters: bool) -> int:
+    """How many SMs of a GPU are to share the tiles of a layer: two, where it has clusters and K can be halved."""
+    if not clusters or sms % 2 or 2 * dims.kv_heads > sms:
+        return 1
+    try:
+        phases_of(dims, matrices, 2)
+    except Unsupported:
+        return 1
+    return 2
+
+
+def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix], shares: int = 1) -> dict[str, Phase]:
+    """The five phases, from the matrices of layer 0; checks that every layer and every part agrees. shares: SMs among
+    which the K of a layer's phases is divided. Raises Unsupported."""
     head = "embed" if dims.tied_head else "head"
     parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     names = {phase: [f"layers.{i}.{p}" for i in range(dims.layers) for p in parts[phase]] for phase in parts}
@@ -182,8 +211,15 @@ def phases_of(dims: KernelDims, matrices: Mapping[str, StoredMatrix]) -> dict[st
         "down": (dims.hidden, dims.intermediate),
         "head": (dims.vocab, dims.hidden),
     }
+    if shares > 1 and dims.heads % shares:
+        raise Unsupported(f"{dims.heads} heads for {shares} multiprocessors")
     # down has the widest input; the others' are at most a few thousand channels
-    return {name: _phase(name, names[name], matrices, *sizes[name], wide=name == "down") for name in PHASES}
+    return {
+        name: _phase(
+            name, names[name], matrices, *sizes[name], wide=name == "down", shares=1 if name == "head" else shares
+        )
+        for name in PHASES
+    }
 
 
 def draft_matrix_sizes(dims: KernelDims, draft: DraftDims) -> dict[str, tuple[int, int]]:
@@ -203,10 +239,10 @@ def draft_matrix_sizes(dims: KernelDims, draft: DraftDims) -> dict[str, tuple[in
 
 
 def draft_phases(
-    dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int
+    dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int, shares: int = 1
 ) -> dict[str, Phase]:
     """The phases of a learned drafter for a model of shape `dims`, from its matrices, named as in draft_matrix_sizes.
-    Raises Unsupported."""
+    shares: the model's. Raises Unsupported."""
     own, epsilon = (draft.heads, draft.kv_heads, draft.head_dim), draft.rms_norm_eps
     same = math.isclose(epsilon, dims.rms_norm_eps, rel_tol=1e-4)  # a GGUF file has it in single precision
     if own != (dims.heads, dims.kv_heads, dims.head_dim) or not same:
@@ -220,11 +256,12 @@ def draft_phases(
     def phase(name: str) -> Phase:
         of = parts.get(name, [name])
         rows, inputs = sum(sizes[part][0] for part in of), sizes[of[0]][1]
-        return _phase(name, of, matrices, rows, inputs, wide=name in ("fc", "down"))
+        wide, own = name in ("fc", "down"), 1 if name == "head" else shares
+        return _phase(name, of, matrices, rows, inputs, wide=wide, shares=own)
 
     phases = {name: phase(name) for name in DRAFT_PHASES}
     wide = phases["qkv"]  # a token's embedding, then the hidden state: each has a norm of its own
-    if dims.hidden % max(wide.group, BLOCK_K):
+    if dims.hidden % (shares * max(wide.group, BLOCK_K)):
         raise Unsupported(f"a drafter's qkv in groups of {wide.group}")
     phases["qkv"] = replace(wide, chunks=2, apart=True)
     # Whoever chooses a draft must have had a share in what led to it, so that nobody is overtaken.
@@ -236,9 +273,16 @@ def draft_phases(
 
 
 def _phase(
-    name: str, parts: Sequence[str], matrices: Mapping[str, StoredMatrix], rows: int, inputs: int, *, wide: bool
+    name: str,
+    parts: Sequence[str],
+    matrices: Mapping[str, StoredMatrix],
+    rows: int,
+    inputs: int,
+    *,
+    wide: bool,
+    shares: int,
 ) -> Phase:
-    """A phase of these matrices, which must agree. wide: K may be staged in several pieces."""
+    """A phase of these matrices, which must agree. wide: K may be staged in pieces. shares: SMs that share K."""
     found = {(format_of(matrices[n]), matrices[n].group, matrices[n].k) for n in parts}
     if len(found) != 1:
         raise Unsupported(f"the matrices of {name} are stored in different formats: {sorted(found)}")
@@ -247,21 +291,26 @@ def _phase(
         raise Unsupported(f"{name} has {k} input channels, the shape says {inputs}")
     if k % BLOCK_K or (rows % TILE_ROWS and name != "head"):
         raise Unsupported(f"{name} is {rows} x {k}: not a multiple of {TILE_ROWS} x {BLOCK_K}")
-    chunks = 1
+    step = shares * max(group or 0, BLOCK_K)
+    if k % step:
+        sharing = "two multiprocessors share" if shares > 1 else "a multiprocessor reads"
+        raise Unsupported(f"{name} has {k} input channels: {sharing} a multiple of {step}")
+    chunks, own = 1, k // shares
     if wide:
         chunks = next(
             c
-            for c in range(1, k // BLOCK_K + 1)
-            if k // BLOCK_K % c == 0
-            and k // c <= (CHUNK_K // 2 if kind == "bf16" else CHUNK_K)
-            and (not group or k // c % max(group, BLOCK_K) == 0)
+            for c in range(1, own // BLOCK_K + 1)
+            if own // BLOCK_K % c == 0
+            and own // c <= (CHUNK_K // 2 if kind == "bf16" else CHUNK_K)
+            and (not group or own // c % max(group, BLOCK_K) == 0)
         )
-    return Phase(name, k, rows, -(-rows // TILE_ROWS), kind, group or 0, chunks)
+    return Phase(name, k, rows, -(-rows // TILE_ROWS), kind, group or 0, chunks, shares=shares)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which tiles each SM owns, in one table row per SM: `first` and `count` by phase, in the order of PHASES."""
+    """Which tiles each SM multiplies, in one table row per SM: `first` and `count` by phase, in the order of PHASES.
+    Where SMs share tiles, they have the same; the sums of every second one are an SM's own (own_tiles)."""
 
     first: list[list[int]]
     count: list[list[int]]
@@ -271,31 +320,24 @@ class Split:
 
 
 def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
-    """Contiguous tiles for every SM. o and down share one assignment, because the owner keeps the residual's rows.
+    """Contiguous tiles for every SM, or for those that share them. o and down have one assignment, because the owner
+    keeps the residual's rows.
 
     Each phase is spread evenly, whatever an SM reads elsewhere: the ring absorbs an imbalance within a layer, but the
     SM with the most rows of a phase is also the last to publish them.
     """
 
-    def even(tiles: int, heavy_last: bool) -> list[int]:
-        base, extra = divmod(tiles, sms)
-        return [base + (s >= sms - extra if heavy_last else s < extra) for s in range(sms)]
+    def even(name: str, heavy_last: bool) -> list[int]:
+        groups = sms // phases[name].shares
+        base, extra = divmod(phases[name].tiles, groups)
+        return [base + (g >= groups - extra if heavy_last else g < extra) for g in range(groups)]
 
-    counts = {
-        # SMs with low numbers attend to the keys, so those with high numbers take the larger shares.
-        "qkv": even(phases["qkv"].tiles, True),
-        "o": even(phases["o"].tiles, True),
-        "down": even(phases["o"].tiles, True),
-        "gate_up": even(phases["gate_up"].tiles, False),
-        "head": even(phases["head"].tiles, False),
-    }
-    first, count = [], []
-    start = dict.fromkeys(PHASES, 0)
-    for s in range(sms):
-        first.append([start[name] for name in PHASES])
-        count.append([counts[name][s] for name in PHASES])
-        for name in PHASES:
-            start[name] += counts[name][s]
+    # SMs with low numbers attend to the keys, so those with high numbers take the larger shares.
+    counts = {name: even("o" if name == "down" else name, name in ("qkv", "o", "down")) for name in PHASES}
+    starts = {name: [sum(found[:g]) for g in range(len(found))] for name, found in counts.items()}
+    shares = {name: phases[name].shares for name in PHASES}
+    first = [[starts[name][s // shares[name]] for name in PHASES] for s in range(sms)]
+    count = [[counts[name][s // shares[name]] for name in PHASES] for s in range(sms)]
     layer_bytes = [
         sum(count[s][tiles_index(n)] * phase.tile_bytes for n, phase in phases.items() if n != "head")
         for s in range(sms)
@@ -303,9 +345,14 @@ def split_tiles(phases: Mapping[str, Phase], layers: int, sms: int) -> Split:
     offset, at = [], 0
     for s in range(sms):
         offset.append(at)
-        at += layers * layer_bytes[s] + counts["head"][s] * phases["head"].tile_bytes
+        at += layers * layer_bytes[s] + count[s][PHASES.index("head")] * phases["head"].tile_bytes
         at = -(-at // 128) * 128
     return Split(first, count, layer_bytes, offset, at)
+
+
+def own_tiles(tiles: int, shares: int, rank: int) -> range:
+    """Of `tiles` tiles that some SMs share, those whose sums the SM of that rank brings to an end."""
+    return range(rank, tiles, shares)
 
 
 @dataclass(frozen=True)
@@ -317,9 +364,11 @@ class Drafting:
     split: Split
 
 
-def plan_drafter(dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int) -> Drafting:
-    """A drafter for a model of shape `dims`; matrices as in draft_phases. Raises Unsupported."""
-    phases = draft_phases(dims, draft, matrices, sms)
+def plan_drafter(
+    dims: KernelDims, draft: DraftDims, matrices: Mapping[str, StoredMatrix], sms: int, shares: int = 1
+) -> Drafting:
+    """A drafter for a model of shape `dims`; matrices and shares as in draft_phases. Raises Unsupported."""
+    phases = draft_phases(dims, draft, matrices, sms, shares)
     return Drafting(draft, phases, split_tiles(phases, 1, sms))
 
 
@@ -355,7 +404,8 @@ def make_plan(
     tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES
     and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no other SM, NO_COPY=1 reads no weights,
     FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three: wrong results, for diagnosis and cost
-    curves). LANES_ARRIVE=1 tells racecheck more about the ring's order.
+    curves). LANES_ARRIVE=1 tells racecheck more about the ring's order. (PAIRS=0, which Megakernel heeds, lets no SMs
+    share tiles.)
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -371,7 +421,9 @@ def make_plan(
         raise Unsupported(f"{group_heads} query heads per KV head with {columns} columns")
     lanes = warps // (query_blocks * value_parts)  # warps that share the keys of one block of eight queries
     kv_bytes = 4 * KV_BLOCK * hd
-    wanted = tuning.get("STAGE_BYTES", STAGE_BYTES)
+    shares = phases["o"].shares
+    copies = SHARED_HOP_COPIES.get(columns, HOP_COPIES) if shares > 1 else HOP_COPIES
+    wanted, copies = tuning.get("STAGE_BYTES", STAGE_BYTES), tuning.get("HOP_COPIES", copies)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 
     held = {name: (phase, split) for name, phase in phases.items()}  # what the kernel runs
@@ -379,15 +431,16 @@ def make_plan(
         held |= {f"d_{name}": (phase, drafting.split) for name, phase in drafting.phases.items()}
     most = {name: max(row[tiles_index(p.name)] for row in s.count) for name, (p, s) in held.items()}
     part_unit = columns * TILE_ROWS + 8  # floats; the 8 spread four units over all banks
-    budget = {1: 10752, 2: 12288, 4: 20480, 8: 36864}[columns]
+    budget = {1: 10752, 2: 13312, 4: 24576, 8: 45056}[columns]
     batch = {}
     for name, (phase, _) in held.items():
         per_tile = phase.chunks * phase.units * part_unit * 4
-        batch[name] = most[name] if most[name] * per_tile <= budget else max(1, budget // 2 // per_tile)
+        batch[name] = most[name] if most[name] * per_tile <= budget else max(phase.shares, budget // 2 // per_tile)
         per_stage = phase.units_per_stage(wanted, warps)
         whole = per_stage // math.gcd(per_stage, phase.units)  # tiles that fill whole stages
-        if whole < batch[name] < most[name]:
-            batch[name] -= batch[name] % whole
+        whole = math.lcm(whole, phase.shares)  # and of which each SM owns as many
+        if batch[name] < most[name]:
+            batch[name] -= batch[name] % (whole if whole < batch[name] else phase.shares)
         if phase.name == "down" or phase.chunks > 1:
             batch[name] = most[name]  # the residual's owner reduces all its rows at once
     part = max(
@@ -396,10 +449,10 @@ def make_plan(
     part = -(-part // 128) * 128
 
     def pieces(phase: Phase) -> int:
-        return 1 if columns * phase.k * phase.x_bytes <= 40000 and not phase.apart else phase.chunks
+        return 1 if columns * phase.own_k * phase.x_bytes <= 40000 and not phase.apart else phase.chunks
 
     def staged(phase: Phase) -> int:
-        return 2 * columns * (phase.k // pieces(phase) * phase.x_bytes // 2 + 16)
+        return 2 * columns * (phase.own_k // pieces(phase) * phase.x_bytes // 2 + 16)
 
     x = -(-max(staged(p) for p, _ in held.values()) // 128) * 128
     queries = query_blocks * 2 * 8 * hd * 2
@@ -410,13 +463,20 @@ def make_plan(
 
     stage = max([p.units_per_stage(wanted, warps) * p.unit_bytes for p, _ in held.values()] + [kv_per_stage * kv_bytes])
     stage = -(-stage // 128) * 128
-    groups = max(p.k // pieces(p) // (p.group or 64) for p, _ in held.values()) + 4  # of x, by the weights' scales
+    groups = max(p.own_k // pieces(p) // (p.group or 64) for p, _ in held.values()) + 4  # of x, by the weights' scales
     seen = most["head"] * TILE_ROWS * 4
-    resid = most["o"] * TILE_ROWS * (columns + 2) * 4  # and the norms' weights of its rows
+    own = {name: len(own_tiles(tiles, held[name][0].shares, 0)) for name, tiles in most.items()}
+    resid = own["o"] * TILE_ROWS * (columns + 2) * 4  # and the norms' weights of its rows
     rope = columns * hd * 4
     small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 4096
     if drafting:
-        small += 4 * TILE_ROWS * (most["d_head"] + 3 * most["o"]) + 512  # ids and norms' weights of the owned rows
+        small += 4 * TILE_ROWS * (most["d_head"] + 3 * own["o"]) + 512  # ids and norms' weights of the owned rows
+    if shares > 1:  # words from the other SM of a pair
+        received = {tiles_index(held[n][0].name): 0 for n in own if held[n][0].shares > 1}
+        for name, tiles in own.items():
+            if (index := tiles_index(held[name][0].name)) in received:
+                received[index] = max(received[index], tiles)
+        small += 4 * columns * TILE_ROWS * sum(received.values())
     room = shared_limit - SHARED_RESERVE - arena - small
     stages = min(tuning.get("STAGES", 32), room // (stage + 16))
     # A round of the warps must fit the ring (gemv.cuh), and loads need a stage to run ahead.
@@ -439,6 +499,7 @@ def make_plan(
     constants: dict[str, str] = {
         "COLUMNS": str(columns),
         "SMS": str(sms),
+        "RANKS": str(shares),
         "HIDDEN": str(dims.hidden),
         "LAYERS": str(dims.layers),
         "HEADS": str(dims.heads),
@@ -467,7 +528,7 @@ def make_plan(
         "X_BYTES": str(x),
         "ARENA_BYTES": str(arena),
         "SEEN_ROWS": str(most["head"] * TILE_ROWS),
-        "RESIDUAL_TILES": str(most["o"]),
+        "RESIDUAL_TILES": str(own["o"]),
         "EMBED_FORMAT": str(FORMAT_CODES[format_of(embed)]),
         "EMBED_GROUP": str(embed.group or 64),
     }
@@ -475,7 +536,8 @@ def make_plan(
         prefix = name.upper()
         constants |= {
             f"{prefix}_FORMAT": str(FORMAT_CODES[phase.format]),
-            f"{prefix}_K": str(phase.k),
+            f"{prefix}_K": str(phase.own_k),
+            f"{prefix}_SHARES": str(phase.shares),
             f"{prefix}_ROWS": str(phase.rows),
             f"{prefix}_GROUP": str(phase.group or 64),
             f"{prefix}_CHUNKS": str(phase.chunks),
@@ -500,9 +562,9 @@ def make_plan(
     for switch in ("PROFILE", "NO_WAIT", "NO_COPY", "FORCED_ACCEPTANCE", "LANES_ARRIVE"):
         if tuning.get(switch):
             constants[switch] = "1"
-    copies = tuning.get("HOP_COPIES", HOP_COPIES)
     constants["HOP_COPIES"] = str(copies)
-    words = copies * columns * (dims.hidden + gated // 2 + 2 * dims.hidden // TILE_ROWS + 32 + extra)
+    copied = dims.hidden + (gated + dims.heads * hd) // 2 + 2 * dims.hidden // TILE_ROWS + 32 + extra
+    words = copies * columns * copied
     words += columns * (dims.qkv_rows + dims.heads * splits * (hd // 2 + 2))
     scratch = 4 * words + 8 * sms + 1024
     shared = arena + small + stages * (stage + 16)

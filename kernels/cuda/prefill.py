@@ -50,8 +50,8 @@ class _Tiles(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("data", "place")),
-        *((name, c_int) for name in ("k", "format", "group_log2", "chunk_blocks", "unit_blocks", "unit_bytes")),
-        *((name, c_int) for name in ("rows_per_tile", "high_row")),
+        *((name, c_int) for name in ("k", "format", "group_log2", "chunks", "chunk_blocks", "unit_blocks")),
+        *((name, c_int) for name in ("unit_bytes", "rows_per_tile", "high_row")),
     )
 
 
@@ -271,6 +271,7 @@ class _PhaseWeights:
             k=phase.k,
             format=FORMAT_CODES[phase.format],
             group_log2=max(phase.group, 1).bit_length() - 1,
+            chunks=phase.chunks,
             chunk_blocks=phase.blocks,
             unit_blocks=phase.unit_blocks,
             unit_bytes=phase.unit_bytes,

@@ -98,7 +98,8 @@ __device__ __forceinline__ void load8(const PackedRows& matrix, int row, int ite
 struct TilePlace {  // bytes
     long long offset;        // of the tile's first chunk in layer 0
     long long layer_stride;  // to the same tile of the next layer
-    long long chunk_stride;  // to the tile's next chunk of K
+    long long chunk_stride;  // to the next chunk of an SM's part of K
+    long long share_stride;  // to the next SM's part
 };
 
 // One phase's matrices, tile by tile: 16 rows over all of K; mirrored by prefill.py.
@@ -108,6 +109,7 @@ struct Tiles {
     int k;
     int format;        // WeightFormat
     int group_log2;    // of 32, 64 or 128 channels; 0 for bf16
+    int chunks;        // of one SM's part of K
     int chunk_blocks;  // blocks of 64 channels in one chunk
     int unit_blocks;   // and in one unit
     int unit_bytes;
@@ -176,11 +178,11 @@ template <int FORMAT>
 __device__ __forceinline__ void dequantise_unit(const Tiles& tiles, int layer, int tile, int unit, int first_tile,
                                                 int rows, __half* out, int lane) {
     const TilePlace place = tiles.place[tile];
-    const int chunk_units = tiles.chunk_blocks / tiles.unit_blocks;
+    const int chunk_units = tiles.chunk_blocks / tiles.unit_blocks, chunk = unit / chunk_units;
     LaneUnit<FORMAT> loaded;
     loaded.load(tiles,
-                tiles.data + place.offset + layer * place.layer_stride + unit / chunk_units * place.chunk_stride +
-                    size_t(unit % chunk_units) * tiles.unit_bytes,
+                tiles.data + place.offset + layer * place.layer_stride + chunk % tiles.chunks * place.chunk_stride +
+                    chunk / tiles.chunks * place.share_stride + size_t(unit % chunk_units) * tiles.unit_bytes,
                 lane);
     const int row = (tile - first_tile) * tiles.rows_per_tile + lane / 4;
     __half* const target = out + size_t(row) * tiles.k + unit * tiles.unit_blocks * 64 + lane % 4 * 8;

@@ -135,6 +135,15 @@ __device__ __forceinline__ void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(THREADS_IN_BARRIER) : "memory");
 }
 
+// Of several groups of that many threads; group: below 14.
+template <int THREADS_IN_GROUP>
+__device__ __forceinline__ void sync_some(int group) {
+    if constexpr (THREADS_IN_GROUP == 32)
+        __syncwarp();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(group + 2), "n"(THREADS_IN_GROUP) : "memory");
+}
+
 __device__ __forceinline__ u8* dynamic_shared_memory() {
     extern __shared__ __align__(128) u8 memory[];
     return memory;
@@ -158,6 +167,36 @@ __device__ __forceinline__ void take_registers() {
 #ifdef FLINT_MOVES_REGISTERS
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 #endif
+}
+
+// ---- shared memory of the other SMs of a cluster
+
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void sync_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where block `rank` of the cluster has what this one has at p.
+__device__ __forceinline__ u32 address_in(int rank, const void* p) {
+    u32 there = shared_address(p);
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(there), "r"(rank));
+#endif
+    return there;
+}
+
+__device__ __forceinline__ void store_words2_there(u32 address, uint2 v) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.relaxed.cluster.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+#endif
+}
+
+__device__ __forceinline__ uint2 load_words2_here(const u32* p) {
+    uint2 v;
+    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared_address(p)) : "memory");
+    return v;
 }
 
 // ---- memory of other SMs: relaxed loads and stores that never touch the L1 cache
@@ -191,6 +230,15 @@ __device__ __forceinline__ u64 load_word64(const u64* p) {
 
 __device__ __forceinline__ void store_word(u32* p, u32 v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_words2(u32* p, uint2 v) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+
+__device__ __forceinline__ void store_words4(u32* p, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 // 16 bytes to the host's memory, in one transaction.
@@ -274,7 +322,7 @@ __device__ __forceinline__ uint4 load_matrices(u32 row) {
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NOTHING = -1e30f;  // a maximum over nothing
 
-enum Wait { WAIT_FULL = 1, WAIT_EMPTY, WAIT_WINDOW, WAIT_GO, WAIT_HIDDEN, WAIT_QKV, WAIT_ATTENTION, WAIT_TOKEN };
+enum Wait { WAIT_FULL = 1, WAIT_EMPTY, WAIT_WINDOW, WAIT_GO, WAIT_HIDDEN, WAIT_QKV, WAIT_ATTENTION, WAIT_TOKEN, WAIT_PAIR, WAIT_SPLITS };
 
 struct Watchdog {
     u32 tries = 0;

@@ -186,7 +186,9 @@ def uniform(seed: int, n: int) -> float:
 def draw(logits: torch.Tensor, sampling: Any, history: Sequence[int]) -> tuple[int, float]:
     """The id that `sampling` (a megakernel.DeviceSampling) chooses after `history`, and how close a call it was.
 
-    The distance to the next id, in units of the whole probability (greedy: of logits), tells rounding from error.
+    The least distance of what decided it tells rounding from error: to the next id, in units of the whole probability
+    (greedy: of logits), and to another set of candidates, in logits (top-k), of the probability (top-p) or of the
+    largest one (min-p).
     """
     z = logits.double().cpu().clone()
     if sampling.repeat_penalty != 1.0:
@@ -198,15 +200,18 @@ def draw(logits: torch.Tensor, sampling: Any, history: Sequence[int]) -> tuple[i
     order = torch.argsort(-z, stable=True)  # descending, the lower id first
     keep = order[: sampling.top_k] if sampling.top_k else order
     weight = torch.exp((z[keep] - z.max()) / sampling.temperature)
+    close = [float(z[order[len(keep) - 1]] - z[order[len(keep)]])] if len(keep) < len(order) else []
     if sampling.top_p < 1:
         running = weight.cumsum(0)
+        close.append(float((running / running[-1] - sampling.top_p).abs().min()))
         count = int(torch.searchsorted(running, sampling.top_p * running[-1])) + 1
         keep, weight = keep[:count], weight[:count]
     if sampling.min_p > 0:
+        close.append(float((weight - sampling.min_p).abs().min()))
         keep, weight = keep[weight >= sampling.min_p], weight[weight >= sampling.min_p]
     keep, position = keep.sort()
     running = weight[position].cumsum(0) / weight.sum()
     u = uniform(sampling.seed, len(history))
     i = min(int(torch.searchsorted(running, torch.tensor(u, dtype=torch.float64), right=True)), len(keep) - 1)
     edges = torch.cat((torch.zeros(1, dtype=torch.float64), running))
-    return int(keep[i]), float((edges - u).abs().min())
+    return int(keep[i]), min([float((edges - u).abs().min()), *close])

@@ -19,10 +19,13 @@ struct Retile {  // mirrored by loading.py
     int rows;               // beyond these the tile is zero
     int k, group;           // group 0: no scales
     int bits;               // 4, 8 or 16
-    int chunks, units, unit_blocks, unit_bytes, reserved;
+    int chunks, shares;  // pieces of an SM's part of K; SMs that have parts
+    int apart;           // each chunk is shared, not the whole of K
+    int units, unit_blocks, unit_bytes, reserved;  // units: of one SM's part of one chunk
     u8* target;
     const long long* offset;        // [tiles] of this call, bytes
     const long long* chunk_stride;  // [tiles]
+    const long long* share_stride;  // [tiles]
 };
 
 __device__ __forceinline__ u32 spread(u32 nibbles) {  // four nibbles to four bytes
@@ -30,10 +33,13 @@ __device__ __forceinline__ u32 spread(u32 nibbles) {  // four nibbles to four by
     return (nibbles | nibbles << 4) & 0x0f0f0f0fu;
 }
 
-// Grid (tiles, chunks * units), any block size.
+// Grid (tiles, units along K), any block size.
 extern "C" __global__ void retile(const __grid_constant__ Retile r) {
-    const int tile = blockIdx.x, chunk = blockIdx.y / r.units, unit = blockIdx.y % r.units;
-    u8* const out = r.target + r.offset[tile] + chunk * r.chunk_stride[tile] + (long long)unit * r.unit_bytes;
+    const int tile = blockIdx.x, unit = blockIdx.y % r.units, stretch = blockIdx.y / r.units;
+    const int chunk = r.apart ? stretch / r.shares : stretch % r.chunks;
+    const int share = r.apart ? stretch % r.shares : stretch / r.chunks;
+    u8* const out = r.target + r.offset[tile] + chunk * r.chunk_stride[tile] + share * r.share_stride[tile] +
+                    (long long)unit * r.unit_bytes;
     const int first_block = blockIdx.y * r.unit_blocks;
     const int block_bytes = r.bits * 128;  // 16 x 64 values
     for (int i = threadIdx.x; i < r.unit_blocks * block_bytes / 4; i += blockDim.x) {

@@ -17,9 +17,10 @@ constexpr int PART_UNIT = COLUMNS * TILE_ROWS + 8;  // floats of one unit's sums
 enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
 
 // One matrix phase; the members are documented in plan.py.
-template <int FORMAT_, int K_, int ROWS_, int GROUP_, int CHUNKS_, int PIECES_, int UNIT_BLOCKS_,
+template <int FORMAT_, int K_, int SHARES_, int ROWS_, int GROUP_, int CHUNKS_, int PIECES_, int UNIT_BLOCKS_,
           int UNITS_PER_STAGE_, int BATCH_, int MOST_TILES_, int INDEX_>
 struct Phase {
+    static constexpr int SHARES = SHARES_;  // SMs that share K; an SM's own part of it is K
     static constexpr int FORMAT = FORMAT_, K = K_, ROWS = ROWS_, GROUP = GROUP_, CHUNKS = CHUNKS_;
     static constexpr int PIECES = PIECES_, UNIT_BLOCKS = UNIT_BLOCKS_, UNITS_PER_STAGE = UNITS_PER_STAGE_;
     static constexpr int BATCH = BATCH_, MOST_TILES = MOST_TILES_, INDEX = INDEX_;
@@ -27,6 +28,10 @@ struct Phase {
     static constexpr bool IS_INT4 = FORMAT == INT4 || FORMAT == INT4_ASYMMETRIC;
     static constexpr int CHUNK_BLOCKS = K / 64 / CHUNKS;
     static constexpr int UNITS = CHUNK_BLOCKS / UNIT_BLOCKS;  // of one tile in one chunk
+    // A warp takes every STRIDE-th unit. Where few warps are lost by it, all of a warp's units have the same place in K.
+    static constexpr int WHOLE_ROUND = WARPS / UNITS * UNITS;
+    static constexpr bool SAME_K = WHOLE_ROUND * 8 >= WARPS * 7;
+    static constexpr int STRIDE = SAME_K ? WHOLE_ROUND : WARPS;
     static constexpr int BLOCK_BYTES = IS_INT4 ? 512 : FORMAT == INT8 ? 1024 : 2048;
     static constexpr int VALUE_BYTES = UNIT_BLOCKS * BLOCK_BYTES;
     static constexpr int UNIT_GROUPS = FORMAT == BF16 ? 0 : UNIT_BLOCKS * 64 / GROUP;
@@ -37,6 +42,7 @@ struct Phase {
     static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 16;  // 16 more: 8 columns share no bank
     static constexpr int GROUPS = STAGED_K / GROUP;  // of the weights
 
+    static constexpr int MOST_OWN_TILES = (MOST_TILES + SHARES - 1) / SHARES;  // whose sums this SM brings to an end
     static constexpr int TILES_AT_ONCE = BATCH < MOST_TILES ? BATCH : MOST_TILES;
     static constexpr int MOST_STAGES = CHUNKS * ((MOST_TILES + TILES_AT_ONCE - 1) / TILES_AT_ONCE) *
                                        ((TILES_AT_ONCE * UNITS + UNITS_PER_STAGE - 1) / UNITS_PER_STAGE);
@@ -44,6 +50,8 @@ struct Phase {
     static_assert(K % (64 * CHUNKS) == 0 && CHUNK_BLOCKS % UNIT_BLOCKS == 0, "units must tile K");
     static_assert(FORMAT == BF16 || UNIT_BLOCKS * 64 % GROUP == 0, "a unit holds whole groups");
     static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "scale groups");
+    static_assert(SHARES == 1 || SHARES == RANKS, "the SMs of a cluster share tiles");
+    static_assert(BATCH % SHARES == 0 || BATCH >= MOST_TILES, "every batch begins with a tile of the first SM");
     static_assert(STAGED_K % 64 == 0 && STAGED_K % GROUP == 0, "x is staged in whole blocks and groups");
     static_assert(WARPS % UNITS_PER_STAGE == 0, "a warp keeps its place within a stage");
     static_assert(UNITS_PER_STAGE * UNIT_BYTES <= STAGE_BYTES && UNIT_BYTES % 16 == 0, "bulk copies of 16 bytes");
@@ -54,7 +62,7 @@ struct Phase {
 };
 
 #define FLINT_PHASE(NAME, INDEX)                                                                                    \
-    Phase<NAME##_FORMAT, NAME##_K, NAME##_ROWS, NAME##_GROUP, NAME##_CHUNKS, NAME##_PIECES,                         \
+    Phase<NAME##_FORMAT, NAME##_K, NAME##_SHARES, NAME##_ROWS, NAME##_GROUP, NAME##_CHUNKS, NAME##_PIECES,                         \
           NAME##_UNIT_BLOCKS, NAME##_UNITS_PER_STAGE, NAME##_BATCH, NAME##_MOST_TILES, INDEX>
 using Qkv = FLINT_PHASE(QKV, 0);
 using Out = FLINT_PHASE(O, 1);
@@ -62,6 +70,7 @@ using GateUp = FLINT_PHASE(GATE_UP, 2);  // a tile: 8 rows of gate, then the sam
 using Down = FLINT_PHASE(DOWN, 3);
 using Head = FLINT_PHASE(HEAD, 4);
 constexpr int PHASES = 5;
+static_assert(Out::SHARES == RANKS && Down::SHARES == RANKS && Head::SHARES == 1, "the residual has one owner");
 #ifdef DRAFTER
 // A learned drafter's (draft_head.cuh), in a stream of its own. fc has the rows of the residual, and so its owners.
 using DFc = FLINT_PHASE(D_FC, 1);
@@ -102,7 +111,8 @@ constexpr int HOP_GATED = HOP_MIDDLE + COLUMNS * HIDDEN / 2;            // packe
 constexpr int MOST_INTERMEDIATE = INTERMEDIATE > D_INTERMEDIATE ? INTERMEDIATE : D_INTERMEDIATE;
 constexpr int HOP_HIDDEN_SQUARES = HOP_GATED + COLUMNS * MOST_INTERMEDIATE / 2;          // words [column][HIDDEN / 16]
 constexpr int HOP_MIDDLE_SQUARES = HOP_HIDDEN_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS);  // words [column][HIDDEN / 16]
-constexpr int HOP_DRAFT = HOP_MIDDLE_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS);  // packets [column][HIDDEN], to its head
+constexpr int HOP_MERGED = HOP_MIDDLE_SQUARES + COLUMNS * (HIDDEN / TILE_ROWS);  // packets [column][head][dim]
+constexpr int HOP_DRAFT = HOP_MERGED + COLUMNS * HEADS * HEAD_DIM / 2;           // packets [column][HIDDEN], to its head
 constexpr int HOP_FEATURES = HOP_DRAFT + (D_FEATURES > 0) * COLUMNS * HIDDEN / 2;  // packets [column][feature][HIDDEN]
 constexpr int HOP_COPY_END = HOP_DRAFT + (D_FEATURES + 1) * COLUMNS * HIDDEN / 2;
 // So far there are HOP_COPIES, so that not all SMs read the same lines of the L2 cache at the same time.

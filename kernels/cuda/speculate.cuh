@@ -102,14 +102,19 @@ struct Speculation {
         sync_consumers();
     }
 
-    // All SMs agree on the largest logit of each column that holds a token. best: this thread's candidate, of column
-    // warp % COLUMNS. A warp speaks, and listens, for one column.
+    // All SMs agree on the largest logit of each column that holds a token. best: this thread's candidate, of its column. A
+    // warp speaks, and listens, for one column.
     __device__ __forceinline__ void agree(u64 best, int columns, u64 tag) const {
-        best = warp_largest(best);
-        if (lane == 0) s.best[warp] = best;
+#pragma unroll
+        for (int o = SIDE; o < 32; o <<= 1) {
+            const u64 other = __shfl_xor_sync(ALL_LANES, best, o);
+            best = other > best ? other : best;
+        }
+        if (lane < SIDE) s.best[warp * SIDE + lane] = best;
         sync_consumers();
         if (warp < columns) {
-            best = warp_largest(lane < WARPS / COLUMNS ? s.best[lane * COLUMNS + warp] : 0);
+            const int of = lane * TURNS + warp / SIDE;  // a warp that had this column
+            best = warp_largest(of < WARPS ? s.best[of * SIDE + warp % SIDE] : 0);
             const Largest all = largest_of_all(p.candidates + warp * SMS, best, tag, threadIdx.x == 0 && asked_to_stop(s));
             if (lane == 0) {
                 s.step.choice[warp] = candidate_id(all.word);
@@ -180,8 +185,8 @@ __device__ __forceinline__ void open_drafter(const Parameters& p, Shared& s) {
     for (int i = threadIdx.x; i < tiles.count[DHead::INDEX] * TILE_ROWS; i += CONSUMERS)
         s.draft.target_ids[i] = __ldg(p.draft_ids + min(tiles.first[DHead::INDEX] * TILE_ROWS + i, D_VOCAB - 1));
     for (int norm = 0; norm <= NORM_FINAL; norm++)
-        for (int i = threadIdx.x; i < tiles.count[DOut::INDEX] * TILE_ROWS; i += CONSUMERS)
-            s.draft.norm_weight[norm][i] = __ldg(p.draft_norms + norm * HIDDEN + tiles.first[DOut::INDEX] * TILE_ROWS + i);
+        for (int i = threadIdx.x; i < owned_rows(tiles); i += CONSUMERS)
+            s.draft.norm_weight[norm][i] = __ldg(p.draft_norms + norm * HIDDEN + owned_row(tiles, i));
 }
 #endif
 

@@ -272,7 +272,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Shape], Bench]:
     return of
 
 
-SMALL = Shape(cyclic(128, 2, 1, 64, 128), "int4", 64, None, 4, 2, 192, 131, (1, 2))
+SMALL = Shape(cyclic(128, 2, 1, 64, 128), "int4", 64, None, 4, 2, 256, 131, (1, 2))  # two SMs are a pair
 SHAPES = [
     SMALL,
     # A norm of the target's queries, which the drafter has not; a scale of attention of the target's own.
@@ -285,12 +285,16 @@ SHAPES = [
     Shape(cyclic(128, 2, 2, 64, 192), "int4", 64, None, 4, 9, 192, 150, (1, 2), "int4_symmetric", "int4_symmetric"),
     # Warps stage twice, and a part of an item; three blocks of queries.
     Shape(cyclic(320, 5, 1, 64, 320, layers=1), "int4_asymmetric", 32, ("int8", 32), 4, 4, 320, 81, (1,)),
+    # Pairs, as in the first and the third; in two of them the second SM has no rows of the residual.
+    Shape(cyclic(128, 2, 2, 64, 128, layers=1), "int4", 64, None, 2, 10, 128, 150, (1,), "int4", "int4_symmetric"),
 ]
+PAIRED = SHAPES[0], SHAPES[2], SHAPES[5]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tokens_are_single_pass_s_and_steps_those_of_the_loop_written_out(bench, shape: Shape, record_property):
     both, accepted, rejected = bench(shape), 0, 0
+    assert both.gpu.shares == (2 if shape in PAIRED else 1)
     for history, way, count in ((REPETITIVE, GREEDY, 24), (RANDOM, WARM, 12), (PROMPTS[3], HOT, 8)):
         for step in both.check(history, way, count):
             accepted += step.accepted
@@ -376,9 +380,10 @@ def test_to_the_last_position_of_the_context(bench):
     assert sum(step.tokens for step in steps) == 8
 
 
-def test_sms_begin_to_attend_in_the_middle_of_a_reply(tmp_path: Path):
+@pytest.mark.parametrize("sms", [5, 6])  # the latter in pairs
+def test_sms_begin_to_attend_in_the_middle_of_a_reply(tmp_path: Path, sms: int):
     """The next 16 keys go to another SM: the drafter runs ahead of the step whose keys decide on the SMs."""
-    shape = replace(SMALL, sms=5)
+    shape = replace(SMALL, sms=sms)
     both = Bench(tmp_path, shape, {"BLOCKS_PER_SPLIT": 1})
     steps = both.check(REPETITIVE, GREEDY, 60)
     assert sum(step.accepted for step in steps)
@@ -415,7 +420,8 @@ class Door(EmulatedDoor):
         super().__init__(both.gpu)
         shape, embed = both.shape, both.target.model.matrices["embed"]
         self.kv_cache, self._matrices_embed = both.gpu._cache, embed
-        self.phases = phases_of(shape.dims, both.target.model.matrices)
+        self._shares = both.gpu.shares
+        self.phases = phases_of(shape.dims, both.target.model.matrices, self._shares)
         self.split = split_tiles(self.phases, shape.dims.layers, shape.sms)
         self._gpu = SimpleNamespace(sm_count=shape.sms, shared_per_block=SHARED_LIMIT)
         self._tuning, self._drafting, self._drafter, self._kernels = {}, {}, None, {}

@@ -23,6 +23,7 @@ from kernels.cuda.plan import (
     make_plan,
     phases_of,
     plan_drafter,
+    shares_of,
     split_tiles,
 )
 from tests.gpu.models import SHAPES, config_of
@@ -37,6 +38,7 @@ GPUS = {
     "sm_100a": (148, 232448),
     "sm_120a": (170, 101376),
 }
+WITHOUT_CLUSTERS = ("sm_80", "sm_86", "sm_89")
 OFTEN = ("sm_90a", "sm_100a", "sm_120a")  # seconds each; the rest is slow
 # Only Hopper and data-centre Blackwell can move registers between warps (setmaxnreg); elsewhere more words spill, but
 # none in the inner loop.
@@ -56,12 +58,13 @@ def plan_for(
             minimum = None if kind.symmetric else ()
             matrices[name] = SimpleNamespace(format=kind.format, n=n, k=k, group=kind.group, minimum=minimum)
     dims, (sms, shared) = kernel_dims(config), GPUS[arch]
-    phases = phases_of(dims, matrices)
-    split, drafting = split_tiles(phases, dims.layers, sms), drafter_for(dims, sms) if drafter else None
+    shares = shares_of(dims, matrices, sms, arch not in WITHOUT_CLUSTERS)
+    phases = phases_of(dims, matrices, shares)
+    split, drafting = split_tiles(phases, dims.layers, sms), drafter_for(dims, sms, shares) if drafter else None
     return make_plan(dims, phases, split, sms, shared, columns, matrices["embed"], None, drafting)
 
 
-def drafter_for(dims: KernelDims, sms: int) -> Drafting:
+def drafter_for(dims: KernelDims, sms: int, shares: int) -> Drafting:
     """A head of the model's proportions, stored as the shipped one."""
     layers = (2, dims.layers // 2, dims.layers - 3)
     draft = DraftDims(dims.intermediate, 16384, layers, dims.heads, dims.kv_heads, dims.head_dim, dims.rms_norm_eps)
@@ -69,7 +72,7 @@ def drafter_for(dims: KernelDims, sms: int) -> Drafting:
         name: Stored("int4_asymmetric" if name == "head" else "int8", 32, *size)
         for name, size in draft_matrix_sizes(dims, draft).items()
     }
-    return plan_drafter(dims, draft, matrices, sms)
+    return plan_drafter(dims, draft, matrices, sms, shares)
 
 
 @pytest.mark.parametrize(

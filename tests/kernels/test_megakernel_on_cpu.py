@@ -19,7 +19,7 @@ import torch
 from engine.packed.matrix import Matrix
 from kernels.cuda.check import Case, plan_of
 from kernels.cuda.drafting import DraftHead
-from kernels.cuda.kv_layout import cache_shape
+from kernels.cuda.kv_layout import cache_shape, pack_keys, pack_values
 from kernels.cuda.loading import DRAFT_NORMS, sm_tiles_of
 from kernels.cuda.megakernel import DeviceSampling, _Parameters
 from kernels.cuda.plan import KernelDims, plan_drafter
@@ -52,7 +52,8 @@ class EmulatedGpu:
     ) -> None:
         self.dims, self.columns, self.drafter = dims, columns, drafter
         self.model = random_model(dims, case.kind, case.group, head=case.head, seed=3)
-        drafting = plan_drafter(dims, drafter.dims, drafter.matrices, sms) if drafter else None
+        shares = self.shares = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning).phases["o"].shares
+        drafting = plan_drafter(dims, drafter.dims, drafter.matrices, sms, shares) if drafter else None
         self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning, drafting)
         defines = [f"-D{name}={value}" for name, value in self.plan.constants.items()]
         library = build / "megakernel.so"
@@ -60,7 +61,7 @@ class EmulatedGpu:
         subprocess.run(["g++", *flags, str(HERE / "megakernel.cpp"), "-o", str(library)], check=True)
         self._run = ctypes.CDLL(str(library)).run
         matrices = {name: _packed(name, m) for name, m in self.model.matrices.items()}
-        weights = tiled(dims, matrices, sms)
+        weights = tiled(dims, matrices, sms, shares)
         self._weights, self._embed = _aligned(weights.data), matrices["embed"]
         self._tiles = sm_tiles_of(weights.split)
         vectors = self.model.vectors
@@ -78,12 +79,12 @@ class EmulatedGpu:
         self._host = np.zeros(8 + 2 * (context + 1), np.uint64)
         self._sms, self.context = sms, context
 
-    def step(self, tokens: list[int], position: int) -> torch.Tensor:
+    def step(self, tokens: list[int], position: int, order: int = 0) -> torch.Tensor:
         p, logits = self._parameters(), np.full((self.columns, self.dims.vocab), np.nan, np.float32)
         p.logits = logits.ctypes.data
         p.tokens[: len(tokens)] = tokens
         p.columns, p.position, p.max_tokens = len(tokens), position, 1
-        assert self._run(ctypes.byref(p), ctypes.c_uint64(0)) == 0, "deadlock"
+        assert self._run(ctypes.byref(p), ctypes.c_uint64(order)) == 0, "deadlock"
         return torch.from_numpy(logits[: len(tokens)])
 
     def stream(
@@ -193,25 +194,76 @@ def small(
     return KernelDims(hidden, layers, heads, kv_heads, head_dim, inner, 300, 1e-5, qk_norm, True, *multipliers)
 
 
-@pytest.mark.parametrize(
-    ("dims", "kind", "group", "head", "columns", "sms"),
-    [
+SHAPES = {
+    1: [
         (small(256, 4, 2, 64, 512), "int4", 128, None, 4, 3),
         (small(192, 3, 1, 128, 320, qk_norm=True), "int4_asymmetric", 32, ("int8", 32), 1, 3),
         (small(192, 3, 3, 64, 384), "bf16", 0, None, 1, 3),
         (small(128, 2, 1, 64, 192), "int4", 64, None, 1, 18),  # most SMs have no tiles of o and down
         (small(576, 9, 3, 64, 640), "int4_asymmetric", 32, ("int8", 32), 8, 5),  # warps stage twice; a part of an item
-        (small(512, 2, 2, 256, 1024, layers=1), "int8", 64, None, 2, 4),  # four warps share a block's values
+        (small(512, 8, 2, 64, 1024, layers=1), "int4_asymmetric", 64, None, 1, 3),  # whole quads of int4 at once
     ],
+    2: [  # SMs to a tile: pairs
+        (small(256, 4, 2, 64, 512), "int4", 128, None, 4, 4),
+        (small(384, 6, 3, 64, 640, qk_norm=True), "int4_asymmetric", 32, ("int8", 32), 8, 6),  # parts of an item
+        (small(128, 2, 1, 64, 4352, layers=1), "bf16", 0, None, 1, 4),  # two chunks of down
+        (small(256, 4, 2, 64, 512), "int4", 128, None, 1, 4),  # whole quads
+        (small(512, 2, 2, 256, 1024, layers=1), "int8", 64, None, 2, 4),  # four warps share a block's values
+        # In the first two pairs, whose tile of o is one, the second SM keeps no rows of the residual.
+        (small(128, 2, 1, 64, 256, layers=1), "int4", 64, None, 2, 10),
+        (small(128, 6, 1, 64, 256), "int4", 64, None, 8, 2),  # 48 rows of queries for 2 x 16 warps
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("shares", "dims", "kind", "group", "head", "columns", "sms"),
+    [(shares, *shape) for shares, shapes in SHAPES.items() for shape in shapes],
 )
-def test_logits_equal_the_reference(tmp_path: Path, dims, kind: str, group: int, head, columns: int, sms: int):
+def test_logits_equal_the_reference(
+    tmp_path: Path, shares: int, dims, kind: str, group: int, head, columns: int, sms: int
+):
     gpu = EmulatedGpu(tmp_path, dims, Case(dims, kind, group, head), columns, sms)
+    assert gpu.shares == shares
     truth, position = Reference(gpu.model, 128), 0
     for m in (1, columns, max(1, columns - 1)):
         tokens = [7 + position + i for i in range(m)]
         logits, expected = gpu.step(tokens, position), truth.step(tokens, position)[0]
         assert (logits - expected).norm() < 3e-3 * expected.norm()  # a bf16 cache's rounding may flip now and then
         position += m
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "columns"),
+    [("int4", None, 4), ("int4", ("int8", 64), 1), ("int8", ("int4", 64), 2)],
+    ids=lambda value: "".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_the_order_of_the_warps_changes_nothing(tmp_path: Path, kind: str, head, columns: int):
+    """Where a warp waits only for those that stage what it reads, in the layers, in the head or in both."""
+    dims = small(512, 4, 2, 64, 1024, layers=1)
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, kind, 64, head), columns, 4)
+    assert gpu.shares == 2
+    tokens = [7 + i for i in range(columns)]
+    first = gpu.step(tokens, 0)
+    for order in (1, 2, 3):
+        assert torch.equal(gpu.step(tokens, 0, order), first), order
+
+
+@pytest.mark.parametrize(("head_dim", "columns", "sms"), [(256, 8, 6), (128, 1, 10)])
+def test_more_splits_than_a_warp_merges_at_once(tmp_path: Path, head_dim: int, columns: int, sms: int):
+    dims, context = small(128, 2, 1, head_dim, 128, layers=1), 16 * sms
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 64), columns, sms, context, {"BLOCKS_PER_SPLIT": 1})
+    truth, tokens = Reference(gpu.model, context), [(7 * i * i + i) % 290 for i in range(context)]
+    truth.step(tokens[: context - columns], 0)
+    for position in (16, context - columns):  # two splits, and one on every SM
+        gpu._cache[:] = float("nan")
+        for part, pack in ((truth.keys, pack_keys), (truth.values, pack_values)):
+            known = part.clone()
+            known[:, :, position:] = float("nan")
+            gpu._cache[:, :, :sms, int(pack is pack_values)] = pack(known).bfloat16()
+        new = tokens[position : position + columns]
+        logits, expected = gpu.step(new, position), truth.step(new, position)[0]
+        assert (logits - expected).norm() < 3e-3 * expected.norm(), position
 
 
 def test_streams_draw_as_the_reference_and_stop_where_told(tmp_path: Path):

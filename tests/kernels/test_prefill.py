@@ -18,6 +18,7 @@ from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize
 from engine.packed.tensors import tensor_shapes
 from kernels.build import ARCHITECTURES, compile_cubin
+from kernels.cuda import plan
 from kernels.cuda.driver import Driver, Module
 from kernels.cuda.kv_layout import cache_shape, pack_keys, pack_values
 from kernels.cuda.plan import format_of
@@ -72,15 +73,24 @@ def random_matrices(config: ModelConfig, storage: Storage, seed: int) -> dict[st
     return {name: random_matrix(name, *shape, storage, rng) for name, shape in shapes.items()}
 
 
+@pytest.mark.parametrize("shares", [1, 2])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
-def test_dequantise_reads_the_decoders_tiles(module: Module, storage: Storage):
-    # 4224 channels of `down` lie in chunks; the six blocks of the other phases make units of three in int4.
-    config = small_config("llama", hidden_size=384, head_dim=64, intermediate_size=4224, vocab_size=52, num_layers=2)
+def test_dequantise_reads_the_decoders_tiles(
+    module: Module, storage: Storage, shares: int, monkeypatch: pytest.MonkeyPatch
+):
+    # `down` lies in chunks, where two SMs share it, too; six blocks (of hidden) make units of three in int4.
+    hidden, inner = (384, 4224) if shares == 1 else (768, 1536)
+    if shares > 1:
+        monkeypatch.setattr(plan, "CHUNK_K", 512)
+    config = small_config(
+        "llama", hidden_size=hidden, head_dim=64, intermediate_size=inner, vocab_size=52, num_layers=2
+    )
     dims, matrices = kernel_dims(config), random_matrices(config, storage, seed=1)
-    weights = tiled(dims, matrices)
+    weights = tiled(dims, matrices, 6 if shares > 1 else 5, shares)
     scratch = torch.empty(scratch_weights(dims), dtype=torch.float16)
     parts = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
     assert weights.phases["down"].chunks > 1
+    assert weights.phases["down"].shares == shares
     for name, members in parts.items():
         scratch.fill_(torch.nan)
         phase = _PhaseWeights(module.kernel("dequantise"), weights, name, scratch)
@@ -91,8 +101,8 @@ def test_dequantise_reads_the_decoders_tiles(module: Module, storage: Storage):
     scratch.fill_(torch.nan)
     _PhaseWeights(module.kernel("dequantise"), weights, "head", scratch).bind(1, 3, 36).launch(0)
     expected = torch.from_numpy(dequantize(matrices["embed"])).half()
-    assert torch.equal(scratch[: 36 * 384].view(36, 384), expected[16:52])
-    assert scratch[36 * 384 :].isnan().all()
+    assert torch.equal(scratch[: 36 * hidden].view(36, hidden), expected[16:52])
+    assert scratch[36 * hidden :].isnan().all()
 
 
 @pytest.mark.parametrize("storage", STORAGES, ids=str)

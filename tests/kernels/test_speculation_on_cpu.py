@@ -132,12 +132,17 @@ SHAPES = [
     (small(192, 3, 1, 128, 320, qk_norm=True), "int4_asymmetric", 32, ("int8", 32), 4, 2),
     (cyclic(128, 2, 1, 64, 128, layers=1), "bf16", 0, None, 8, 2),
     (cyclic(128, 2, 1, 64, 192, layers=1), "int4", 64, None, 8, 9),  # one SM has no tiles of o and down
+    # Pairs of SMs, as in the third.
+    (cyclic(128, 2, 2, 64, 256, layers=1), "int4", 64, None, 2, 4),
+    (cyclic(256, 4, 2, 64, 384, layers=1, qk_norm=True), "int4_asymmetric", 64, ("int8", 32), 4, 6),
 ]
+PAIRED = SHAPES[2], SHAPES[4], SHAPES[5]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[1]}-{shape[4]}-columns")
 def test_tokens_are_single_pass_s_and_steps_those_of_the_rule(pair, shape):
     both, accepted, rejected = pair(*shape), 0, 0
+    assert {both.single.shares, both.several.shares} == {2 if shape in PAIRED else 1}
     for history, way, count in ((REPETITIVE, GREEDY, 20), (REPETITIVE, WARM, 8), (RANDOM, HOT, 8)):
         for step in both.check(history, way, count):
             accepted += step.accepted
@@ -190,8 +195,10 @@ def test_to_the_last_position_of_the_context(pair):
     assert len(again) > 1
 
 
-def test_sms_begin_to_attend_and_cease_in_the_middle_of_a_reply(pair):
-    both = pair(*SMALL[:5], 5, BLOCKS_PER_SPLIT=1)  # the next 16 keys go to another SM, up to the fifth
+@pytest.mark.parametrize("sms", [5, 6])  # the latter in pairs
+def test_sms_begin_to_attend_and_cease_in_the_middle_of_a_reply(pair, sms: int):
+    both = pair(*SMALL[:5], sms, BLOCKS_PER_SPLIT=1)  # the next 16 keys go to another SM, up to the last
+    assert both.several.shares == 2 - sms % 2
     history = REPETITIVE + both.plain(REPETITIVE, GREEDY, 16)
     steps = both.check(history, GREEDY, 66)
     assert len(steps) < 40

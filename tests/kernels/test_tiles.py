@@ -22,24 +22,32 @@ from tests.kernels.tiling import draft_tiled, tiled
 from tests.synthetic import random_matrix, small_config
 
 SMS = 5
+PAIRED_SMS = 6
+STORAGES = [
+    Storage("int4", 32),
+    Storage("int4", 64, symmetric=False),
+    Storage("int4", 128),
+    Storage("int8", 64),
+    Storage("bf16"),
+]
 
 
 @pytest.mark.parametrize(
-    "storage",
-    [
-        Storage("int4", 32),
-        Storage("int4", 64, symmetric=False),
-        Storage("int4", 128),
-        Storage("int8", 64),
-        Storage("bf16"),
-    ],
-    ids=str,
+    ("storage", "shares", "hidden", "inner"),
+    # K in two or three chunks: 33 blocks of one SM's 66 or, with a smaller CHUNK_K, 2 of its 6.
+    [(storage, 1, 384, 4224) for storage in STORAGES] + [(storage, 2, 256, 768) for storage in STORAGES],
+    ids=lambda value: str(value),
 )
-def test_retile(storage: Storage, monkeypatch: pytest.MonkeyPatch):
+def test_retile(storage: Storage, shares: int, hidden: int, inner: int, monkeypatch: pytest.MonkeyPatch):
     launch = emulator()
     if launch is None:
         pytest.skip("no g++ to run the kernels on the CPU")
-    config = small_config("mistral", hidden_size=384, head_dim=64, intermediate_size=4224, vocab_size=52, num_layers=2)
+    if shares > 1:
+        monkeypatch.setattr(plan, "CHUNK_K", 256)
+    sms = PAIRED_SMS if shares > 1 else SMS
+    config = small_config(
+        "mistral", hidden_size=hidden, head_dim=64, intermediate_size=inner, vocab_size=52, num_layers=2
+    )
     rng = np.random.default_rng(0)
     matrices = {
         name: random_matrix(name, *shape, storage, rng)
@@ -52,19 +60,22 @@ def test_retile(storage: Storage, monkeypatch: pytest.MonkeyPatch):
 
     # On the CPU, with a driver that runs retile.cu in fibers.
     dims = kernel_dims(config)
-    phases = plan.phases_of(dims, matrices)
-    split = plan.split_tiles(phases, dims.layers, SMS)
+    phases = plan.phases_of(dims, matrices, shares)
+    assert (phases["down"].shares, phases["down"].chunks > 1) == (shares, True)
+    split = plan.split_tiles(phases, dims.layers, sms)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
-    driver, cpu = Driver(FakeLibcuda(sm_count=SMS, launch=launch)), torch.device("cpu")
+    driver, cpu = Driver(FakeLibcuda(sm_count=sms, launch=launch)), torch.device("cpu")
     loaded = load_weights(dims, matrices, vectors, config.rope_inverse_frequencies(), phases, split, driver, cpu)
-    assert np.array_equal(loaded.tiled.data.numpy(), tiled(dims, matrices, SMS).data.numpy())
+    assert np.array_equal(loaded.tiled.data.numpy(), tiled(dims, matrices, sms, shares).data.numpy())
 
 
-def test_retile_of_a_drafter(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("sms", "shares"), [(3, 1), (4, 2)])
+def test_retile_of_a_drafter(sms: int, shares: int, monkeypatch: pytest.MonkeyPatch):
     launch = emulator()
     if launch is None:
         pytest.skip("no g++ to run the kernels on the CPU")
+    monkeypatch.setattr(plan, "CHUNK_K", 256)  # fc's input in two chunks of a pair's half, three of the whole
     config = small_config("llama", hidden_size=384, head_dim=64, num_heads=6, num_kv_heads=2, num_layers=2)
     dims, rng = kernel_dims(config), np.random.default_rng(1)
     draft = plan.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
@@ -78,8 +89,11 @@ def test_retile_of_a_drafter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
-    drafting = plan.plan_drafter(dims, draft, matrices, 3)
-    kernel = Module(Driver(FakeLibcuda(sm_count=3, launch=launch)), b"").kernel("retile")
+    drafting = plan.plan_drafter(dims, draft, matrices, sms, shares)
+    cut = {name: (phase.chunks, phase.shares, phase.apart) for name, phase in drafting.phases.items()}
+    assert (cut["qkv"], cut["head"]) == ((2, shares, True), (1, 1, False))
+    assert cut["fc"] == (4 - shares, shares, False)
+    kernel = Module(Driver(FakeLibcuda(sm_count=sms, launch=launch)), b"").kernel("retile")
     loaded = load_drafter(head, drafting, kernel, torch.device("cpu"))
     assert np.array_equal(loaded.tiled.data.numpy(), draft_tiled(drafting, matrices).data.numpy())
     assert loaded.norms.reshape(4, 384)[:, 0].tolist() == [0, 1, 2, 3]

@@ -13,9 +13,9 @@ from kernels.cuda.plan import Drafting, KernelDims, Phase, Split, phases_of, spl
 from kernels.cuda.tiles import TiledWeights
 
 
-def tiled(dims: KernelDims, matrices: Mapping[str, Matrix], sms: int = 5) -> TiledWeights:
+def tiled(dims: KernelDims, matrices: Mapping[str, Matrix], sms: int = 5, shares: int = 1) -> TiledWeights:
     """All matrices of a model, as the kernel streams them on a GPU of `sms` multiprocessors; gaps are 0xee."""
-    phases = phases_of(dims, matrices)
+    phases = phases_of(dims, matrices, shares)
     split = split_tiles(phases, dims.layers, sms)
     return _tiled(phases, split, dims.layers, lambda name, layer: phase_rows(name, layer, dims, matrices))
 
@@ -39,11 +39,15 @@ def _tiled(
         places = weights.places(name)
         for layer in range(1 if name == "head" else layers):
             rows = rows_of(name, layer)
-            for tile, (offset, layer_stride, chunk_stride) in enumerate(places):
+            for tile, (offset, layer_stride, chunk_stride, share_stride) in enumerate(places):
                 units = tile_units(rows, tile, phase)
-                for chunk in range(phase.chunks):
-                    piece = b"".join(units[chunk * phase.units : (chunk + 1) * phase.units])
-                    at = offset + layer * layer_stride + chunk * chunk_stride
+                stretches = list(np.ndindex(phase.shares, phase.chunks))  # in the order of K
+                if phase.apart:
+                    stretches = [(share, chunk) for chunk, share in np.ndindex(phase.chunks, phase.shares)]
+                for nth, (share, chunk) in enumerate(stretches):
+                    piece = b"".join(units[nth * phase.units : (nth + 1) * phase.units])
+                    at = offset + layer * layer_stride + chunk * chunk_stride + share * share_stride
+                    assert (data[at : at + len(piece)] == 0xEE).all(), "two tiles in one place"
                     data[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
     return TiledWeights(torch.from_numpy(data), phases, split, layers)
 

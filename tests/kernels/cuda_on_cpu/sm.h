@@ -23,6 +23,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 
 using u8 = unsigned char;
@@ -36,6 +37,7 @@ struct alignas(16) uint4 { u32 x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct Index { u32 x; };
@@ -61,7 +63,7 @@ struct Block {
     std::vector<Fiber> fibers;
     std::vector<Meeting> warps;
     std::vector<u64> values;  // what a lane brings to a collective
-    Meeting named;
+    Meeting named, cluster, groups[14];
     u8* shared;
 };
 inline std::vector<Block> blocks;
@@ -124,6 +126,7 @@ inline int __reduce_add_sync(u32, int v) { return fold<int>(v, [](int a, int b) 
 inline u32 __reduce_add_sync(u32, u32 v) { return fold<u32>(v, [](u32 a, u32 b) { return a + b; }); }
 inline void __syncwarp() { meet(warp_now(), 32); }
 template <int N> inline void sync_threads() { meet(block_now->named, N); }
+template <int N> inline void sync_some(int group) { N == 32 ? __syncwarp() : meet(block_now->groups[group], N); }
 inline void __threadfence() {}
 
 // ---- arithmetic
@@ -223,6 +226,15 @@ inline uint4 load_matrices(u32 row) {
     return {out[0], out[1], out[2], out[3]};
 }
 
+// Pairs of blocks: an address there is a pointer, and a word arrives at once.
+inline void sync_cluster() { meet(blocks[block_index_now / 2 * 2].cluster, 2 * THREADS_IN_BLOCK); }
+inline u32* address_in(int rank, const u32* p) {
+    Block& there = blocks[block_index_now / 2 * 2 + rank];
+    return reinterpret_cast<u32*>(there.shared + (reinterpret_cast<const u8*>(p) - block_now->shared));
+}
+inline void store_words2_there(u32* p, uint2 v) { progress++; p[0] = v.x, p[1] = v.y; }
+inline uint2 load_words2_here(const u32* p) { yield(); return {p[0], p[1]}; }
+
 // An mbarrier: | parity of the phase : 1 | expected : 15 | missing arrivals : 16 | missing bytes : 32 |
 struct EmulatedBarrier { u32 parity : 1, expected : 15, missing : 16; int bytes; };
 static_assert(sizeof(EmulatedBarrier) == 8);
@@ -293,6 +305,8 @@ inline uint2 load_words2(const u32* p) { yield(); return {p[0], p[1]}; }
 inline uint4 load_words4(const u32* p) { yield(); return {p[0], p[1], p[2], p[3]}; }
 inline u64 load_word64(const u64* p) { yield(); return *p; }
 inline void store_word(u32* p, u32 v) { progress++; *p = v; }
+inline void store_words2(u32* p, uint2 v) { progress++; p[0] = v.x, p[1] = v.y; }
+inline void store_words4(u32* p, uint4 v) { progress++; p[0] = v.x, p[1] = v.y, p[2] = v.z, p[3] = v.w; }
 inline void store_word64(u64* p, u64 v) { progress++; *p = v; }
 inline void store_for_host(void* p, u32 a, u32 b, u32 c, u32 d) {
     u32* const w = static_cast<u32*>(p);
@@ -361,7 +375,7 @@ inline int run_grid(u32 grid, u32 threads, size_t shared_bytes, u64 order, void 
             block_now = &block;
             thread_now = pick % threads;
             threadIdx.x = thread_now;
-            blockIdx.x = pick / threads;
+            blockIdx.x = block_index_now = pick / threads;
             if (_setjmp(scheduler)) continue;
             if (fiber.entered) _longjmp(fiber.resume, 1);
             fiber.entered = true;
