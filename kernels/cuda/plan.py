@@ -250,6 +250,9 @@ def draft_phases(
     read = draft.feature_layers
     if not read or len(set(read)) < len(read) or any(not 0 < layer <= dims.layers for layer in read):
         raise Unsupported(f"a drafter that reads the model at layers {draft.feature_layers}")
+    # What only the layers wrote of a narrower one's hop, fc and one pass later would bear the tag of the layer at hand.
+    if draft.intermediate < dims.intermediate:
+        raise Unsupported(f"a drafter whose MLP has {draft.intermediate} channels, the model's {dims.intermediate}")
     parts = {"qkv": ["q", "k", "v"], "gate_up": ["gate", "up"]}
     sizes = draft_matrix_sizes(dims, draft)
 

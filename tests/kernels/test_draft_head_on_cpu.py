@@ -278,7 +278,7 @@ SHAPES = [
     # A norm of the target's queries, which the drafter has not; a scale of attention of the target's own.
     Shape(
         replace(small(192, 3, 1, 128, 320, qk_norm=True), attention_multiplier=1 / 64),
-        *("int4_asymmetric", 32, ("int8", 32), 2, 3, 128, 99, (2, 1), "int4", "int8"),
+        *("int4_asymmetric", 32, ("int8", 32), 2, 3, 384, 99, (2, 1), "int4", "int8"),
     ),
     Shape(cyclic(128, 2, 1, 64, 128, layers=1), "bf16", 0, None, 8, 2, 256, 300, (1,), "bf16", "bf16"),
     # One SM has no rows of the residual.

@@ -131,13 +131,16 @@ def test_pairs_read_what_single_sms_would(sms: int):
 
 
 def test_a_drafter_that_cannot_be_halved_is_refused_for_a_paired_model():
-    good = DraftDims(256, 107, (1, 2), 4, 2, 64, DIMS.rms_norm_eps)
+    good = DraftDims(768, 107, (1, 2), 4, 2, 64, DIMS.rms_norm_eps)
     paired = plan_drafter(DIMS, good, stored_draft(DIMS, good), 6, 2)
     assert {name for name, phase in paired.phases.items() if phase.shares == 2} == {"fc", *PHASES[:-1]}
     assert paired.split.count[0][:-1] == paired.split.count[1][:-1]
-    odd = replace(good, intermediate=192)
+    odd = replace(good, intermediate=832)
     assert plan_drafter(DIMS, odd, stored_draft(DIMS, odd), 6).phases["down"].shares == 1
     with pytest.raises(
-        Unsupported, match=r"^down has 192 input channels: two multiprocessors share a multiple of 128$"
+        Unsupported, match=r"^down has 832 input channels: two multiprocessors share a multiple of 128$"
     ):
         plan_drafter(DIMS, odd, stored_draft(DIMS, odd), 6, 2)
+    narrow = replace(good, intermediate=512)  # its passes would leave old tags in the wider hop of the model's MLP
+    with pytest.raises(Unsupported, match=r"^a drafter whose MLP has 512 channels, the model's 768$"):
+        plan_drafter(DIMS, narrow, stored_draft(DIMS, narrow), 6)
