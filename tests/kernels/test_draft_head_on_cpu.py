@@ -7,7 +7,7 @@ The heads are trained for a moment on the target's own replies, so that some of 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -258,6 +258,15 @@ class Bench:
         most = min(self.shape.columns - 1, options.get("most_drafts", 7))
         assert steps == self.expected_steps(history, ids, most, least)
         return steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small are no work to share: beside other processes two threads trained ten times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
