@@ -71,6 +71,8 @@ inline jmp_buf scheduler;
 inline Block* block_now;
 inline u32 thread_now, block_index_now;
 inline u64 progress, emulated_failure;
+inline u64 steps;  // of single warps: they go on for ever while a warp polls for what never comes
+constexpr int LONG = 10000;  // rounds of the scheduler that no warp needs between two things that others see
 inline u64 random_state = 1;
 
 inline void yield() {
@@ -78,7 +80,7 @@ inline void yield() {
     if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
 }
 inline void meet(Meeting& meeting, u32 count) {
-    progress++;
+    (count > 32 ? progress : steps)++;
     const u32 mine = meeting.generation;
     if (++meeting.arrived == count) {
         meeting.arrived = 0;
@@ -350,8 +352,8 @@ inline int run_grid(u32 grid, u32 threads, size_t shared_bytes, u64 order, void 
         block.shared = reinterpret_cast<u8*>((reinterpret_cast<uintptr_t>(memory.back().get()) + 127) & ~uintptr_t(127));
     }
     copies.clear();
-    u64 seen = 0;
-    for (int idle = 0; idle < 1000;) {
+    u64 seen = 0, seen_steps = 0;
+    for (int idle = 0, alone = 0; idle < 1000;) {
         bool left = false;
         for (u32 i = 0; i < grid * threads; i++) {
             u32 pick = i;
@@ -387,9 +389,10 @@ inline int run_grid(u32 grid, u32 threads, size_t shared_bytes, u64 order, void 
             setcontext(&fiber.context);
         }
         if (!left) return 0;
-        idle = progress == seen ? idle + 1 : 0;
-        rounds += idle > 300;
-        seen = progress;
+        alone = progress == seen ? alone + 1 : 0;
+        idle = alone && steps == seen_steps ? idle + 1 : 0;
+        rounds += idle > 300 || alone > LONG;
+        seen = progress, seen_steps = steps;
     }
     for (u32 b = 0; b < grid; b++) {
         u32 done = 0;
