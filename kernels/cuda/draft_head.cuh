@@ -210,6 +210,7 @@ struct DraftPass {
             if (tile_in_all * TILE_ROWS < HEADS * HEAD_DIM) x.x *= D_QUERY_SCALE, x.y *= D_QUERY_SCALE;
             store_heads(hop(), tile_in_all, place, x, epoch, c.lane);
         });
+        if constexpr (SLICED) c.sync();  // as at the end of run_phase
     }
 
     // From the fused or the last pass' hidden state, epoch layers - 1, to the next one. Returns this thread's best draft.

@@ -414,7 +414,7 @@ def make_plan(
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
     if drafting and columns == 1:
         raise ValueError("a drafter is for several columns")
-    if hd % 64 or hd > 256 or dims.heads % dims.kv_heads:
+    if hd not in (64, 128, 256) or dims.heads % dims.kv_heads:
         raise Unsupported(f"head dimension {hd}, {dims.heads} query and {dims.kv_heads} KV heads")
     if dims.kv_heads > sms:
         raise Unsupported(f"{dims.kv_heads} KV heads on {sms} multiprocessors")
@@ -471,9 +471,10 @@ def make_plan(
     own = {name: len(own_tiles(tiles, held[name][0].shares, 0)) for name, tiles in most.items()}
     resid = own["o"] * TILE_ROWS * (columns + 2) * 4  # and the norms' weights of its rows
     rope = columns * hd * 4
-    small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 4096
+    small = 8 * (-(-columns // 4) * 4) * groups + seen + resid + rope + 3584
+    small += 4 * columns * (dims.hidden // 256 + 2)  # the embedding's squares
     if drafting:
-        small += 4 * TILE_ROWS * (most["d_head"] + 3 * own["o"]) + 512  # ids and norms' weights of the owned rows
+        small += 4 * TILE_ROWS * (most["d_head"] + 4 * own["o"]) + 512  # ids and norms' weights of the owned rows
     if shares > 1:  # words from the other SM of a pair
         received = {tiles_index(held[n][0].name): 0 for n in own if held[n][0].shares > 1}
         for name, tiles in own.items():
