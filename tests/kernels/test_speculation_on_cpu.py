@@ -134,7 +134,7 @@ SHAPES = [
     (cyclic(128, 2, 1, 64, 192, layers=1), "int4", 64, None, 8, 9),  # one SM has no tiles of o and down
     # Pairs of SMs, as in the third.
     (cyclic(128, 2, 2, 64, 256, layers=1), "int4", 64, None, 2, 4),
-    (cyclic(256, 4, 2, 64, 384, layers=1, qk_norm=True), "int4_asymmetric", 64, ("int8", 32), 4, 6),
+    (small(256, 4, 2, 64, 384, layers=1, qk_norm=True), "int4_asymmetric", 64, ("int8", 64), 4, 6),
 ]
 PAIRED = SHAPES[2], SHAPES[4], SHAPES[5]
 
