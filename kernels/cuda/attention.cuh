@@ -4,8 +4,8 @@
 // never goes through the cache on its way here. Splits of equal length go to SMs (split s of KV head h: SM s * KV_HEADS +
 // h); their number grows with the context. In an SM, the ring delivers the cached blocks, warp by warp. Queries are
 // taken 8 rows at a time; each is two rows of the tensor-core tile, high and low part in bf16, so that scores carry 16
-// bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). One warp somewhere
-// merges the splits of a row, so that all SMs read one result instead of sixteen parts.
+// bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). One warp
+// somewhere merges the splits of a row, so that all SMs read one result instead of sixteen parts.
 #pragma once
 #include "gemv.cuh"
 #include "kv_layout.cuh"
@@ -68,12 +68,14 @@ __device__ __forceinline__ float over_row(float v, F f) {  // all lanes of a row
 
 // Receives the rows of this KV head: queries, and with the tail the new keys and values. Turns them, keeps the queries
 // and the tail in the arena and writes the new keys and values to the cache.
-__device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& share, int layer, int position, Epoch epoch) {
+__device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& share, int layer, int position,
+                                              Epoch epoch) {
     constexpr int HALF = HEAD_DIM / 2;
     AttentionArena& arena = *reinterpret_cast<AttentionArena*>(c.arena);
     u16* const cache = c.p.kv + layer * c.p.kv_layer_stride + share.head * c.p.kv_head_stride;
     const int rows = QUERY_ROWS + (share.tail ? 2 * COLUMNS : 0), own = c.lane % ROW_LANES;
-    const auto kind_of = [](int row) { return row < QUERY_ROWS ? 0 : row < QUERY_ROWS + COLUMNS ? 1 : 2; };  // query, key, value
+    // 0: a query, 1: a key, 2: a value
+    const auto kind_of = [](int row) { return row < QUERY_ROWS ? 0 : row < QUERY_ROWS + COLUMNS ? 1 : 2; };
     const auto column_of = [](int row) { return row < QUERY_ROWS ? row / GROUP_HEADS : (row - QUERY_ROWS) % COLUMNS; };
     // A lane has two consecutive dimensions of each rotary half.
     uint2 w[ROW_STEPS][2];
@@ -95,7 +97,8 @@ __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& 
     for (int row = first; row - c.lane / ROW_LANES < rows; row += STEP) {
         const int kind = kind_of(row), column = column_of(row);
         const bool inside = row < rows;
-        const float* const norm = QK_NORM && kind < 2 && layer < LAYERS ? c.p.head_norms + (layer * 2 + kind) * HEAD_DIM : nullptr;
+        const bool normed = QK_NORM && kind < 2 && layer < LAYERS;
+        const float* const norm = normed ? c.p.head_norms + (layer * 2 + kind) * HEAD_DIM : nullptr;
         Watchdog watchdog;
         while (true) {
             bool ready = true;

@@ -236,20 +236,7 @@ def plan_of(
     """The plan of a case without its weights. clusters: whether the GPU has them."""
     from kernels.cuda.plan import make_plan, phases_of, shares_of, split_tiles
 
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    sizes = {
-        "q": (queries, dims.hidden),
-        "k": (keys, dims.hidden),
-        "v": (keys, dims.hidden),
-        "o": (dims.hidden, queries),
-        "gate": (dims.intermediate, dims.hidden),
-        "up": (dims.intermediate, dims.hidden),
-        "down": (dims.hidden, dims.intermediate),
-    }
-    matrices = {
-        f"layers.{i}.{n}": Stored(case.kind, case.group, *size) for i in range(dims.layers) for n, size in sizes.items()
-    }
-    matrices["embed"] = matrices["head"] = Stored(*(case.head or (case.kind, case.group)), dims.vocab, dims.hidden)
+    matrices = stored_matrices(dims, case.kind, case.group, case.head)
     clusters = clusters and (tuning or {}).get("PAIRS", 1) > 0
     phases = phases_of(dims, matrices, shares_of(dims, matrices, sms, clusters))
     split = split_tiles(phases, dims.layers, sms)
@@ -265,6 +252,23 @@ class Stored:
         self.format = kind.removesuffix("_asymmetric")
         self.n, self.k, self.group = n, k, group
         self.minimum = True if kind.endswith("_asymmetric") else None
+
+
+def stored_matrices(dims: KernelDims, kind: str, group: int, head: tuple[str, int] | None = None) -> dict[str, Stored]:
+    """The matrices of a model stored as reference.random_model's are, without their values."""
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    sizes = {
+        "q": (queries, dims.hidden),
+        "k": (keys, dims.hidden),
+        "v": (keys, dims.hidden),
+        "o": (dims.hidden, queries),
+        "gate": (dims.intermediate, dims.hidden),
+        "up": (dims.intermediate, dims.hidden),
+        "down": (dims.hidden, dims.intermediate),
+    }
+    matrices = {f"layers.{i}.{n}": Stored(kind, group, *size) for i in range(dims.layers) for n, size in sizes.items()}
+    matrices["embed"] = matrices["head"] = Stored(*(head or (kind, group)), dims.vocab, dims.hidden)
+    return matrices
 
 
 def main() -> int:

@@ -147,7 +147,7 @@ struct Shared {
     float norm_weight[2][RESIDUAL_TILES * TILE_ROWS];  // of the owned rows, for what reads them after o, after down
     float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
     float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];
-    u64 best[WARPS * (COLUMNS < 4 ? COLUMNS : 4)];
+    u64 best[WARPS * SIDE];
     u64 mass[WARPS];
     u64 histogram[256];
     u32 count[WARPS];
@@ -179,14 +179,15 @@ __device__ __forceinline__ int token_of(const Shared& s, int column, int only_to
 static_assert(STAGES * STAGE_BYTES + ARENA_BYTES + sizeof(Shared) <= SHARED_BYTES, "plan.py counts shared memory");
 static_assert(X_BYTES + PART_BYTES <= ARENA_BYTES, "x and sums fit the arena");
 
+// This SM's place among those of its cluster.
+__device__ __forceinline__ int cluster_rank() { return RANKS > 1 ? blockIdx.x % RANKS : 0; }
+
 // The rows whose residual this SM keeps: every RANKS-th of the tiles of o that its cluster has.
 __device__ __forceinline__ int owned_rows(const SmTiles& tiles) {
-    const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
-    return (tiles.count[Out::INDEX] + RANKS - 1 - rank) / RANKS * TILE_ROWS;
+    return (tiles.count[Out::INDEX] + RANKS - 1 - cluster_rank()) / RANKS * TILE_ROWS;
 }
 __device__ __forceinline__ int owned_row(const SmTiles& tiles, int i) {  // among all rows
-    const int rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
-    return (tiles.first[Out::INDEX] + i / TILE_ROWS * RANKS + rank) * TILE_ROWS + i % TILE_ROWS;
+    return (tiles.first[Out::INDEX] + i / TILE_ROWS * RANKS + cluster_rank()) * TILE_ROWS + i % TILE_ROWS;
 }
 
 __device__ __forceinline__ void sync_consumers() { sync_threads<CONSUMERS>(); }
@@ -198,7 +199,7 @@ struct Context {
     u8* arena;
     const SmTiles& tiles;
     Cursor cursor;  // the consumers' place in the ring
-    const int sm = blockIdx.x, rank = RANKS > 1 ? blockIdx.x % RANKS : 0;
+    const int sm = blockIdx.x, rank = cluster_rank();
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     // At the start of a phase: see opaque().

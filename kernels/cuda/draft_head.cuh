@@ -106,8 +106,8 @@ __device__ __forceinline__ void publish_feature(const Context& c, int at, int ti
 }
 
 // One half of qkv's input: as long as the hidden state, with a norm of its own.
-using DQkvHalf = Phase<DQkv::FORMAT, HIDDEN / RANKS, RANKS, DQkv::ROWS, DQkv::GROUP, 1, 1, DQkv::UNIT_BLOCKS, DQkv::UNITS_PER_STAGE,
-                       DQkv::BATCH, DQkv::MOST_TILES, DQkv::INDEX>;
+using DQkvHalf = Phase<DQkv::FORMAT, HIDDEN / RANKS, RANKS, DQkv::ROWS, DQkv::GROUP, 1, 1, DQkv::UNIT_BLOCKS,
+                       DQkv::UNITS_PER_STAGE, DQkv::BATCH, DQkv::MOST_TILES, DQkv::INDEX>;
 static_assert(DQkvHalf::UNITS == DQkv::UNITS && DQkvHalf::UNIT_BYTES == DQkv::UNIT_BYTES, "halves of one matrix");
 
 struct DraftPass {

@@ -124,12 +124,13 @@ struct Operands {
         high = (acc[0][2] + acc[1][2]) + (acc[0][3] + acc[1][3]);
     }
 
-    // low, high: fixed-point sums of row g and, 16 times too large for int4, of row g + 8; of_low, of_high: the share of x's
-    // sum that they take.
-    __device__ __forceinline__ void add_group(int i, const Words<2 * GROUPS>& groups, int low_sum, int high_sum, bool with_sum,
-                                              float& low, float& high) const {
+    // Adds one group's share of row g to low, of row g + 8 to high. low_sum, high_sum: their fixed-point sums, the second
+    // 16 times too large for int4. with_sum: whether this lane adds what the sum of x stands for (zero points, minima).
+    __device__ __forceinline__ void add_group(int i, const Words<2 * GROUPS>& groups, int low_sum, int high_sum,
+                                              bool with_sum, float& low, float& high) const {
         const float x_scale = __uint_as_float(groups.w[2 * i]);
-        const int sum = with_sum ? int(groups.w[2 * i + 1]) : 0, zero = P::FORMAT == INT4 ? sum : 0;  // -8 times the sum of x
+        const int sum = with_sum ? int(groups.w[2 * i + 1]) : 0;
+        const int zero = P::FORMAT == INT4 ? sum : 0;  // -8 times the sum of x
         low += float(low_sum + zero) * (from_half(u16(scales.w[i])) * x_scale);
         high += float(high_sum + zero * 16) *
                 (from_half(u16(scales.w[i] >> 16)) * (x_scale * (P::IS_INT4 ? 0.0625f : 1.0f)));
@@ -320,11 +321,12 @@ constexpr bool SLICED = ANY_BY_SLICE<Qkv, Out, GateUp, Down, Head, DFc, DOut, DG
 constexpr bool SLICED = ANY_BY_SLICE<Qkv, Out, GateUp, Down, Head>;
 #endif
 
-// A whole phase: `stage(piece)` puts x into shared memory for the warps that read it, the tiles are multiplied, and `finish(tile, place, sums)` is
-// called by one warp for each own tile, as often as its columns need, with the lane's sums as tile_sums returns them.
-// `meanwhile` is called by every warp when its share is multiplied. An SM without tiles does not even look at the input:
-// whoever reads a hop's buffer must publish something that its next writers wait for, or it might be overtaken. (With two
-// SMs to a tile, the one that has none of its own to publish has sent its sums to the other.)
+// A whole phase: `stage(piece)` puts x into shared memory for the warps that read it, the tiles are multiplied, and
+// `finish(tile, place, sums)` is called by one warp for each own tile, as often as its columns need, with the lane's sums
+// as tile_sums returns them. `meanwhile` is called by every warp when its share is multiplied. An SM without tiles does
+// not even look at the input: whoever reads a hop's buffer must publish something that its next writers wait for, or it
+// might be overtaken. (With two SMs to a tile, the one that has none of its own to publish has sent its sums to the
+// other.)
 template <class P, class Meanwhile, class Stage, class Finish>
 __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot, Epoch epoch, Meanwhile meanwhile,
                                           Stage stage, Finish finish) {

@@ -106,7 +106,8 @@ __device__ __forceinline__ uint4 packet_of(const float (&v)[PACKET], Epoch epoch
     const float scale = 0.25f * units_in_one(exponent);
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        words[i] = word_of_packet(__float2int_rn(v[2 * i] * scale), __float2int_rn(v[2 * i + 1] * scale), exponent, i, epoch);
+        words[i] = word_of_packet(__float2int_rn(v[2 * i] * scale), __float2int_rn(v[2 * i + 1] * scale), exponent, i,
+                                  epoch);
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
@@ -125,10 +126,7 @@ __device__ __forceinline__ void publish4(u32* packet, const float (&v)[4], Epoch
     if (store) store_words2(packet + lane % 2 * 2, make_uint2(words[0], words[1]));
 }
 
-// How a warp's lanes share the sums of one tile: lane 4j + t has rows j and j + 8 of one column, and up to four columns
-// lie side by side. Where there are fewer, several lanes have the same, and take turns at what there is to store.
-constexpr int SIDE = COLUMNS < 4 ? COLUMNS : 4, REPLICAS = 4 / SIDE;
-constexpr int TURNS = COLUMNS / SIDE;  // of a warp, for all columns of a tile
+// A lane's column of a tile's sums, and its number among the REPLICAS lanes that have it (shape.cuh).
 struct Place {
     int column, replica;
 };
@@ -303,9 +301,9 @@ __device__ __forceinline__ void sync_staged(const Context& c) {
     }
 }
 
-// Stages one hop's packets [column][K / 8]. With NORM, squares are words [column][HIDDEN / 16] of the same hop, and RMSNorm's
-// factors come to factors[column]. The norm's weights are in the packets already, and its factor meets the products, so
-// that nobody waits for the sum.
+// Stages one hop's packets [column][K / 8]. With NORM, squares are words [column][HIDDEN / 16] of the same hop, and
+// RMSNorm's factors come to factors[column]. The norm's weights are in the packets already, and its factor meets the
+// products, so that nobody waits for the sum.
 template <class P, bool NORM>
 __device__ __forceinline__ void stage_packets(const Context& c, const u32* packets, const u32* squares, float* factors,
                                               Epoch epoch, int piece, Wait where) {

@@ -121,9 +121,7 @@ class Phase:
     group: int  # 0 for bf16
     chunks: int  # pieces of an SM's part of K whose units follow one another in memory
     apart: bool = False  # the chunks' activations have scales of their own: they are staged and summed one by one
-    shares: int = (
-        1  # SMs that share K. Each has one stretch of it, or, if the chunks are apart, a stretch of each chunk
-    )
+    shares: int = 1  # SMs that share K: each has one stretch of it or, if the chunks are apart, of each chunk
 
     @property
     def own_k(self) -> int:
@@ -165,10 +163,11 @@ class Phase:
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all tiles, all SMs' parts of them, in one layer."""
         return self.tiles * self.shares * self.tile_bytes
 
     def units_per_stage(self, stage_bytes: int, warps: int) -> int:
-        """A divisor of the consumer warps, so that a warp keeps its place within a stage."""
+        """A divisor of the consumer warps, so that a round of all warps is whole stages."""
         return max(d for d in range(1, warps + 1) if warps % d == 0 and (d == 1 or d * self.unit_bytes <= stage_bytes))
 
     @property
@@ -475,12 +474,12 @@ def make_plan(
     small += 4 * columns * (dims.hidden // 256 + 2)  # the embedding's squares
     if drafting:
         small += 4 * TILE_ROWS * (most["d_head"] + 4 * own["o"]) + 512  # ids and norms' weights of the owned rows
-    if shares > 1:  # words from the other SM of a pair
-        received = {tiles_index(held[n][0].name): 0 for n in own if held[n][0].shares > 1}
-        for name, tiles in own.items():
-            if (index := tiles_index(held[name][0].name)) in received:
-                received[index] = max(received[index], tiles)
-        small += 4 * columns * TILE_ROWS * sum(received.values())
+    received = [0] * len(PHASES)  # tiles whose words come from the other SM of a pair; a drafter's replace the model's
+    for name, (phase, _) in held.items():
+        if phase.shares > 1:
+            index = tiles_index(phase.name)
+            received[index] = max(received[index], own[name])
+    small += 4 * columns * TILE_ROWS * sum(received)
     room = shared_limit - SHARED_RESERVE - arena - small
     stages = min(tuning.get("STAGES", 32), room // (stage + 16))
     # A round of the warps must fit the ring (gemv.cuh), and loads need a stage to run ahead.

@@ -322,7 +322,18 @@ __device__ __forceinline__ uint4 load_matrices(u32 row) {
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float NOTHING = -1e30f;  // a maximum over nothing
 
-enum Wait { WAIT_FULL = 1, WAIT_EMPTY, WAIT_WINDOW, WAIT_GO, WAIT_HIDDEN, WAIT_QKV, WAIT_ATTENTION, WAIT_TOKEN, WAIT_PAIR, WAIT_SPLITS };
+enum Wait {
+    WAIT_FULL = 1,
+    WAIT_EMPTY,
+    WAIT_WINDOW,
+    WAIT_GO,
+    WAIT_HIDDEN,
+    WAIT_QKV,
+    WAIT_ATTENTION,
+    WAIT_TOKEN,
+    WAIT_PAIR,
+    WAIT_SPLITS
+};
 
 struct Watchdog {
     u32 tries = 0;

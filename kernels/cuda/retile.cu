@@ -59,7 +59,8 @@ extern "C" __global__ void retile(const __grid_constant__ Retile r) {
         } else {
             // int8: piece = rows g, rows g + 8; a word is 4 channels. bf16: piece = 2 * (rows) + (half of the block).
             const bool high = r.bits == 8 ? piece : piece / 2;
-            const int k = r.bits == 8 ? base + word / 2 * 32 + t * 8 + word % 2 * 4 : base + piece % 2 * 32 + t * 8 + word * 2;
+            const int k = r.bits == 8 ? base + word / 2 * 32 + t * 8 + word % 2 * 4
+                                      : base + piece % 2 * 32 + t * 8 + word * 2;
             const int row = row_of(high);
             if (row < r.rows)
                 value = *reinterpret_cast<const u32*>(static_cast<const u8*>((high ? r.high : r.low).q) +

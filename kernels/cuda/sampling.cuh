@@ -108,8 +108,8 @@ struct Sampler {
 
     // Splits [begin, end) over the warps and finds the one in which the running weight passes the target. First call:
     // the target is u * all. Narrows begin, end, target and rank (border ids before begin).
-    __device__ __noinline__ void narrow(int& begin, int& end, u64& target, u32& rank, const Border& border, u64 least, u32 random,
-                           bool whole) {
+    __device__ __noinline__ void narrow(int& begin, int& end, u64& target, u32& rank, const Border& border, u64 least,
+                                        u32 random, bool whole) {
         const int each_warp = (end - begin + WARPS - 1) / WARPS;
         const int from = min(end, begin + warp * each_warp), to = min(end, from + each_warp);
         u32 equal;

@@ -14,6 +14,11 @@ constexpr int QKV_ROWS_TOTAL = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int TOKEN_TILES = (COLUMNS + 3) / 4;  // a tensor-core tile has 8 columns: high and low parts of 4 tokens
 constexpr int PART_UNIT = COLUMNS * TILE_ROWS + 8;  // floats of one unit's sums; 8 more spread 4 units over all banks
 
+// How a warp's lanes share the sums of one tile: lane 4j + t has rows j and j + 8 of one column, and up to four columns
+// lie side by side. Where there are fewer, several lanes have the same, and take turns at what there is to store.
+constexpr int SIDE = COLUMNS < 4 ? COLUMNS : 4, REPLICAS = 4 / SIDE;
+constexpr int TURNS = COLUMNS / SIDE;  // of a warp, for all columns of a tile
+
 enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
 
 // One matrix phase; the members are documented in plan.py.
@@ -51,9 +56,10 @@ struct Phase {
     static_assert(FORMAT == BF16 || UNIT_BLOCKS * 64 % GROUP == 0, "a unit holds whole groups");
     static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "scale groups");
     static_assert(SHARES == 1 || SHARES == RANKS, "the SMs of a cluster share tiles");
+    static_assert(SHARES <= 2, "sums are exchanged with one partner");
     static_assert(BATCH % SHARES == 0 || BATCH >= MOST_TILES, "every batch begins with a tile of the first SM");
     static_assert(STAGED_K % 64 == 0 && STAGED_K % GROUP == 0, "x is staged in whole blocks and groups");
-    static_assert(WARPS % UNITS_PER_STAGE == 0, "a warp keeps its place within a stage");
+    static_assert(WARPS % UNITS_PER_STAGE == 0, "a round of all warps is whole stages");
     static_assert(UNITS_PER_STAGE * UNIT_BYTES <= STAGE_BYTES && UNIT_BYTES % 16 == 0, "bulk copies of 16 bytes");
     static_assert(2 * COLUMNS * X_STRIDE <= X_BYTES, "x fits its buffer");
     static_assert(CHUNKS == 1 || BATCH == MOST_TILES, "chunked phases are reduced in one batch");
@@ -61,8 +67,8 @@ struct Phase {
     static_assert(BATCH * CHUNKS * UNITS * PART_UNIT * 4 * (BATCH < MOST_TILES ? 2 : 1) <= PART_BYTES, "sums fit");
 };
 
-#define FLINT_PHASE(NAME, INDEX)                                                                                    \
-    Phase<NAME##_FORMAT, NAME##_K, NAME##_SHARES, NAME##_ROWS, NAME##_GROUP, NAME##_CHUNKS, NAME##_PIECES,                         \
+#define FLINT_PHASE(NAME, INDEX)                                                                                      \
+    Phase<NAME##_FORMAT, NAME##_K, NAME##_SHARES, NAME##_ROWS, NAME##_GROUP, NAME##_CHUNKS, NAME##_PIECES,            \
           NAME##_UNIT_BLOCKS, NAME##_UNITS_PER_STAGE, NAME##_BATCH, NAME##_MOST_TILES, INDEX>
 using Qkv = FLINT_PHASE(QKV, 0);
 using Out = FLINT_PHASE(O, 1);

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.backends.cuda import kernel_dims
-from kernels.cuda.check import Stored
+from kernels.cuda.check import Stored, stored_matrices
 from kernels.cuda.driver import Driver
 from kernels.cuda.plan import (
     PHASES,
@@ -28,20 +28,6 @@ from tests.gpu.models import SHAPES, config_of
 
 DIMS = KernelDims(256, 3, 4, 2, 64, 768, 1000, 1e-5, False, True, 1.0, 0.125, 1.0, 1.0)
 SMS = (2, 4, 6, 18, 48, 132)
-
-
-def stored(dims: KernelDims, kind: str = "int4", group: int = 64) -> dict[str, Stored]:
-    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    sizes = {
-        "q": (queries, dims.hidden),
-        "k": (keys, dims.hidden),
-        "v": (keys, dims.hidden),
-        "o": (dims.hidden, queries),
-    }
-    sizes |= dict.fromkeys(("gate", "up"), (dims.intermediate, dims.hidden))
-    sizes["down"] = (dims.hidden, dims.intermediate)
-    found = {f"layers.{i}.{n}": Stored(kind, group, *size) for i in range(dims.layers) for n, size in sizes.items()}
-    return found | {name: Stored(kind, group, dims.vocab, dims.hidden) for name in ("embed", "head")}
 
 
 def stored_draft(dims: KernelDims, draft: DraftDims) -> dict[str, Stored]:
@@ -68,7 +54,7 @@ def test_two_sms_share_a_layer_where_each_can_have_half_of_it(
     changed, group: int, sms: int, clusters: bool, shares: int
 ):
     dims = replace(DIMS, **changed)
-    matrices = stored(dims, "int4", group)
+    matrices = stored_matrices(dims, "int4", group)
     assert shares_of(dims, matrices, sms, clusters) == shares
     phases = phases_of(dims, matrices, shares)
     assert {name: phase.shares for name, phase in phases.items()} == dict.fromkeys(PHASES, shares) | {"head": 1}
@@ -80,7 +66,7 @@ def test_which_models_have_pairs_on_an_h200(shape: str):
     dims = kernel_dims(config_of(shape))
     for kind, group in (("int4", 32), ("int4", 128), ("int8", 64), ("bf16", 0)):
         if dims.hidden % max(group, 1) == 0:
-            shares = shares_of(dims, stored(dims, kind, group), 132, True)
+            shares = shares_of(dims, stored_matrices(dims, kind, group), 132, True)
             assert shares == (1 if shape == "smollm2-135m" else 2)  # it has nine heads
 
 
@@ -94,7 +80,7 @@ def test_gpus_with_clusters():
 def test_every_tile_has_one_place(sms: int, shares: int):
     if sms % shares:
         pytest.skip("no pairs")
-    phases = phases_of(DIMS, stored(DIMS), shares)
+    phases = phases_of(DIMS, stored_matrices(DIMS, "int4", 64), shares)
     split = split_tiles(phases, DIMS.layers, sms)
     for name in PHASES:
         at, phase = tiles_index(name), phases[name]
@@ -113,7 +99,7 @@ def test_every_tile_has_one_place(sms: int, shares: int):
 @pytest.mark.parametrize("sms", SMS)
 def test_pairs_read_what_single_sms_would(sms: int):
     """The same bytes of weights, each once; streams of a pair are alike up to the head, which is nobody's in common."""
-    matrices = stored(DIMS)
+    matrices = stored_matrices(DIMS, "int4", 64)
     alone, paired = phases_of(DIMS, matrices), phases_of(DIMS, matrices, 2)
     assert {n: p.total_bytes for n, p in paired.items()} == {n: p.total_bytes for n, p in alone.items()}
     split = split_tiles(paired, DIMS.layers, sms)
