@@ -38,8 +38,8 @@ __device__ __forceinline__ Largest largest_of_all(u64* words, u64 best, u64 tag,
         __threadfence();  // logits, and keys and values for the bulk copies of the next token
         store_word64(words + sm, best | (sm == 0 && stop_asked ? CANDIDATE_STOP : 0) | tag);
     }
-    // Loads of a lane under way at once: one after the other, each is a trip to the L2 cache. (One column: not measured.)
-    constexpr int AT_ONCE = COLUMNS > 1 ? (SMS + 31) / 32 : 1;
+    // Loads of a lane under way at once: one after the other, each is a trip to the L2 cache.
+    constexpr int AT_ONCE = (SMS + 31) / 32;
     u64 largest = 0, stop = 0;
     for (int first = lane; first < SMS; first += 32 * AT_ONCE) {
         Watchdog watchdog;

@@ -196,6 +196,26 @@ __device__ __forceinline__ u8* staged(const Context& c, int column, int item) {
     return c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK + c.lane / 4 % 2 * (P::X_BLOCK / 2) + c.lane % 4 * 4;
 }
 
+// The sum over LANES neighbouring lanes. Two or four sums over the whole warp, of which one counts, have a shorter chain than
+// four or three shuffles.
+template <int LANES>
+__device__ __forceinline__ int group_sum(int v, int lane) {
+    if constexpr (LANES >= 8) {
+        int sum = 0;
+#pragma unroll
+        for (int first = 0; first < 32; first += LANES) {
+            const bool mine = lane / LANES == first / LANES;
+            const int found = __reduce_add_sync(ALL_LANES, mine ? v : 0);
+            sum = mine ? found : sum;
+        }
+        return sum;
+    } else {
+#pragma unroll
+        for (int o = LANES / 2; o; o >>= 1) v += __shfl_xor_sync(ALL_LANES, v, o);
+        return v;
+    }
+}
+
 // fixed: a lane's channels as (x + 128) << 16, so that byte 3 is the high part and byte 2 the low one, its top bit flipped.
 template <class P>
 __device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)[PACKET], u32 exponent, bool inside,
@@ -217,9 +237,7 @@ __device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)
     int sum = 0;
     constexpr int LANES = P::GROUP / PACKET;  // lanes that share a scale group of the weights
     if constexpr (P::IS_INT4) {               // its zero point meets x as a sum
-        sum = 256 * highs + lows;
-#pragma unroll
-        for (int o = LANES / 2; o; o >>= 1) sum += __shfl_xor_sync(ALL_LANES, sum, o);
+        sum = group_sum<LANES>(256 * highs + lows, c.lane);
         if constexpr (P::FORMAT == INT4) sum *= -8;
     }
     if (inside && c.lane % LANES == 0)
