@@ -56,7 +56,8 @@ __device__ __forceinline__ bool fresh(const uint4& p, Epoch epoch) {
 }
 
 __device__ __forceinline__ u32 exponent_of(const uint4& p) {
-    return (p.x >> 16 & 3) | (p.y >> 14 & 0xc) | (p.z >> 12 & 0x30) | (p.w >> 10 & 0xc0);
+    const u32 bytes = __byte_perm(__byte_perm(p.x, p.y, 0x0062), __byte_perm(p.z, p.w, 0x0062), 0x5410);
+    return __dp4a(bytes & 0x03030303u, 0x40100401u, 0u);  // times 1, 4, 16 and 64
 }
 
 // The exponent under which a largest magnitude (its bits, so that NaN is the largest of all) has a mantissa of at most
@@ -81,12 +82,10 @@ __device__ __forceinline__ u32 word_of_packet(int even, int odd, u32 exponent, i
 }
 
 // Publishes eight channels that lie in lanes STEP apart: channel i in the lane whose bits of STEP, 2 STEP and 4 STEP are i.
-// All lanes take part; `packet` is the lane's own. Each lane stores to STORES copies, every APART-th.
-template <int STEP, int STORES = 1, int APART = 1>
-__device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, int lane, bool store) {
-    u32 largest = __float_as_uint(fabsf(value));
-#pragma unroll
-    for (int o = STEP; o <= 4 * STEP; o <<= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, o));
+// All lanes take part; `packet` is the lane's own. Each lane stores to STORES copies, every APART-th. largest: bits of the
+// largest magnitude.
+template <int STEP, int STORES, int APART>
+__device__ __forceinline__ void publish(u32* packet, float value, u32 largest, Epoch epoch, int lane, bool store) {
     const u32 exponent = exponent_for(largest);
     const int mantissa = __float2int_rn(value * (0.25f * units_in_one(exponent)));
     const int next = __shfl_xor_sync(ALL_LANES, mantissa, STEP);
@@ -95,6 +94,15 @@ __device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, i
     if (store && channel % 2 == 0)
 #pragma unroll
         for (int i = 0; i < STORES; i++) store_word(packet + i * APART * HOP_COPY + channel / 2, w);
+}
+
+// The same, and finds the largest.
+template <int STEP, int STORES = 1, int APART = 1>
+__device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, int lane, bool store) {
+    u32 largest = __float_as_uint(fabsf(value));
+#pragma unroll
+    for (int o = STEP; o <= 4 * STEP; o <<= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, o));
+    publish<STEP, STORES, APART>(packet, value, largest, epoch, lane, store);
 }
 
 // The same, of eight channels of one lane.
@@ -137,17 +145,31 @@ __device__ __forceinline__ void publish_rows(u32* packets, float2 x, Epoch epoch
         publish<4, HOP_COPIES>(packets, x.x, epoch, lane, true);
         publish<4, HOP_COPIES>(packets + PACKET / 2, x.y, epoch, lane, true);
     } else {
-        constexpr int APART = larger(REPLICAS / 2, 1);  // lanes that store different copies
-        const int upper = replica & 1, copy = replica >> 1;
-        publish<4, larger(HOP_COPIES / APART, 1), APART>(packets + upper * (PACKET / 2) + copy * HOP_COPY,
-                                                            upper ? x.y : x.x, epoch, lane, copy < HOP_COPIES);
+        constexpr int APART = larger(REPLICAS / 2, 1), STORES = larger(HOP_COPIES / APART, 1);
+        const int upper = replica & 1, copy = replica >> 1;  // lanes that store different copies
+        u32* const packet = packets + upper * (PACKET / 2) + copy * HOP_COPY;
+        const float value = upper ? x.y : x.x;
+        if constexpr (COLUMNS == 1) {  // one reduction of the warp is shorter than three steps among the lanes of a packet
+            const u32 lower = __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(x.x)));
+            const u32 higher = __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(x.y)));
+            publish<4, STORES, APART>(packet, value, upper ? higher : lower, epoch, lane, copy < HOP_COPIES);
+        } else {
+            publish<4, STORES, APART>(packet, value, epoch, lane, copy < HOP_COPIES);
+        }
     }
 }
 
 // Publishes eight channels of gate and up, row j's, as SwiGLU in all copies (Shazeer, 2020).
 __device__ __forceinline__ void publish_gated(u32* packet, float gate, float up, Epoch epoch, int lane, int replica) {
-    publish<4, larger(HOP_COPIES / REPLICAS, 1), REPLICAS>(
-        packet + replica * HOP_COPY, __fdividef(gate, 1.0f + __expf(-gate)) * up, epoch, lane, replica < HOP_COPIES);
+    const float gated = __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    constexpr int STORES = larger(HOP_COPIES / REPLICAS, 1);
+    u32* const target = packet + replica * HOP_COPY;
+    if constexpr (COLUMNS == 1) {
+        const u32 largest = __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(gated)));
+        publish<4, STORES, REPLICAS>(target, gated, largest, epoch, lane, replica < HOP_COPIES);
+    } else {
+        publish<4, STORES, REPLICAS>(target, gated, epoch, lane, replica < HOP_COPIES);
+    }
 }
 
 // Rows j and j + 8 of a tile of queries, keys or values, as words.
@@ -176,6 +198,8 @@ struct Items {
     static constexpr int ABREAST = larger(WARPS / PER_COLUMN, 1);                           // columns side by side
     static constexpr int ROUNDS = (PER_COLUMN + WARPS - 1) / WARPS * ((COLUMNS + ABREAST - 1) / ABREAST);  // of a warp
     static constexpr bool WHOLE = P::STAGED_K % ITEM == 0;
+    static constexpr int AT_ONCE = ROUNDS < STAGE_LOADS ? ROUNDS : STAGE_LOADS;  // of a warp, polled and then staged
+    static constexpr bool FULL = PER_COLUMN == WARPS && ROUNDS % AT_ONCE == 0;   // every warp has as many each time
     int column, within;
     __device__ __forceinline__ explicit Items(int warp) : column(warp / PER_COLUMN), within(warp % PER_COLUMN) {
         if (PER_COLUMN < WARPS && warp >= ABREAST * PER_COLUMN) column = COLUMNS, within = PER_COLUMN;
@@ -196,8 +220,8 @@ __device__ __forceinline__ u8* staged(const Context& c, int column, int item) {
     return c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK + c.lane / 4 % 2 * (P::X_BLOCK / 2) + c.lane % 4 * 4;
 }
 
-// The sum over LANES neighbouring lanes. Two or four sums over the whole warp, of which one counts, have a shorter chain than
-// four or three shuffles.
+// The sum over LANES neighbouring lanes. Two or four sums over the whole warp, of which one counts, have a shorter chain
+// than four or three shuffles.
 template <int LANES>
 __device__ __forceinline__ int group_sum(int v, int lane) {
     if constexpr (LANES >= 8) {
@@ -225,8 +249,8 @@ __device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         const int* const f = fixed + 4 * e;
-        const u32 high = __byte_perm(__byte_perm(f[0], f[1], 0x0073), __byte_perm(f[2], f[3], 0x0073), 0x5410);
-        const u32 low = __byte_perm(__byte_perm(f[0], f[1], 0x0062), __byte_perm(f[2], f[3], 0x0062), 0x5410) ^ 0x80808080u;
+        const u32 first = __byte_perm(f[0], f[1], 0x7362), second = __byte_perm(f[2], f[3], 0x7362);  // lows, then highs
+        const u32 low = __byte_perm(first, second, 0x5410) ^ 0x80808080u, high = __byte_perm(first, second, 0x7632);
         if (inside) {
             *reinterpret_cast<u32*>(at + e * 16) = high;
             *reinterpret_cast<u32*>(at + e * 16 + P::X_STRIDE) = low;
@@ -240,8 +264,8 @@ __device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)
         sum = group_sum<LANES>(256 * highs + lows, c.lane);
         if constexpr (P::FORMAT == INT4) sum *= -8;
     }
-    if (inside && c.lane % LANES == 0)
-        c.s.x[column][item * (ITEM / P::GROUP) + c.lane / LANES] = GroupOfX{unit_of(exponent), sum};
+    const float unit = unit_of(exponent);
+    if (inside && c.lane % LANES == 0) c.s.x[column][item * (ITEM / P::GROUP) + c.lane / LANES] = GroupOfX{unit, sum};
 }
 
 template <class P>
@@ -335,39 +359,36 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
     if (norm_column < COLUMNS)
 #pragma unroll
         for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
-    // Only a warp's first item is polled: by the time it has come, the others have or are about to.
-    constexpr int AHEAD = I::ROUNDS < STAGE_LOADS ? I::ROUNDS : STAGE_LOADS;  // items of a warp on their way
-    uint4 w[AHEAD];
+    // Every instruction from here to the last store is on the chain from SM to SM.
     const u32* const part_of_x = packets + (P::SHARES > 1 ? c.rank * (P::K / 2) : 0) + piece * (P::STAGED_K / 2);
-    const auto load = [&](int i, const I& item) {
-        const int k = I::WHOLE ? item.within * ITEM + c.lane * PACKET
-                               : min(item.within * ITEM + c.lane * PACKET, P::STAGED_K - PACKET);
-        if (item.left()) w[i] = load_words4(part_of_x + (item.column * (P::K * P::SHARES) + k) / 2);
+    const auto source = [&](const I& item) {
+        const u32 k = item.within * ITEM + c.lane * PACKET;
+        return part_of_x + item.column * (P::K * P::SHARES / 2) + (I::WHOLE ? k : min(k, u32(P::STAGED_K - PACKET))) / 2;
     };
-    I item(c.warp), ahead = item;
-    load(0, ahead);
-    bool waited = false;
+    constexpr int AT_ONCE = I::AT_ONCE;
+    I item(c.warp);
 #pragma unroll 1
     while (item.left()) {
+        uint4 w[AT_ONCE];
+        Watchdog watchdog;
+        while (true) {
+            bool ready = true;
+            I at = item;
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (i > 0 && !item.left()) break;
-            Watchdog watchdog;
-            while (!__all_sync(ALL_LANES, fresh(w[i], epoch))) {
-                load(i, item);
-                watchdog.tick(where);
-            }
-            const uint4 now = w[i];
-            if (i == 0 && !waited) {
-                waited = true;
+            for (int i = 0; i < AT_ONCE; i++, at.next())
+                if (i == 0 || I::FULL || at.left()) w[i] = load_words4(source(at));
+            at = item;
 #pragma unroll
-                for (int n = 1; n < AHEAD; n++) ahead.next(), load(n, ahead);
-            }
-            ahead.next();
-            load(i, ahead);
-            put_packet<P>(c, now, item.inside(c.lane), item.column, item.within);
-            item.next();
+            for (int i = 0; i < AT_ONCE; i++, at.next())
+                ready &= (i > 0 && !I::FULL && !at.left()) || fresh(w[i], epoch);
+            if (__all_sync(ALL_LANES, ready)) break;
+            watchdog.tick(where);
         }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++, item.next())
+            if (i == 0 || I::FULL || item.left())
+                put_packet<P>(c, w[i], item.inside(c.lane), item.column, item.within);
+        if constexpr (AT_ONCE == I::ROUNDS) break;
     }
     if constexpr (BY_SLICE<P>) sync_staged<P>(c);
     if (norm_column < COLUMNS) {

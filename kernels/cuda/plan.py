@@ -27,13 +27,12 @@ MAX_SPLITS = 16  # of the keys of one KV head
 # Wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not.
 STAGE_BYTES = 17408
 CHUNK_K = 4096  # most K whose activations are staged at once for many columns
-BLOCKS_PER_SPLIT = 9  # of 16 positions; 1,024 positions then make eight splits
+BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
-HOP_COPIES = 4  # of what all SMs read
-SHARED_HOP_COPIES = {4: 2, 8: 2}  # by columns, where SMs share tiles: writing them costs more than reading then
-STAGE_LOADS = 2  # packets of one lane under way at once while activations are staged
+HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
+STAGE_LOADS = 3  # items of a warp that are polled and then staged at once
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
 
@@ -424,7 +423,7 @@ def make_plan(
     lanes = warps // (query_blocks * value_parts)  # warps that share the keys of one block of eight queries
     kv_bytes = 4 * KV_BLOCK * hd
     shares = phases["o"].shares
-    copies = SHARED_HOP_COPIES.get(columns, HOP_COPIES) if shares > 1 else HOP_COPIES
+    copies = 1 if shares > 1 and columns > 1 else HOP_COPIES
     wanted, copies = tuning.get("STAGE_BYTES", STAGE_BYTES), tuning.get("HOP_COPIES", copies)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 

@@ -151,6 +151,10 @@ inline int __dp4a(int a, int b, int c) {
     for (int i = 0; i < 32; i += 8) c += int(int8_t(a >> i)) * int(int8_t(b >> i));
     return c;
 }
+inline u32 __dp4a(u32 a, u32 b, u32 c) {
+    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+    return c;
+}
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const u64 both = u64(b) << 32 | a;
     u32 out = 0;
