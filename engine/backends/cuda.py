@@ -540,7 +540,7 @@ def _fixed_bytes(model: PackedModel) -> int:
 
 
 def _position_bytes(config: ModelConfig) -> int:
-    """Device memory of one position: bf16 keys and values of every layer and a drafter's, and prefill's plain copy of
+    """Device memory of one position: fp16 keys and values of every layer and a drafter's, and prefill's plain copy of
     one layer."""
     return 2 * 2 * config.kv_size * (config.num_layers + 2)
 

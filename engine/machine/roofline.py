@@ -20,7 +20,7 @@ from engine.meter import tensor_kind
 from engine.packed.tensors import tensor_shapes
 
 BYTES_PER_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}  # without scales
-KV_BYTES = 2  # of one stored key or value element (bf16)
+KV_BYTES = 2  # of one stored key or value element (fp16)
 
 
 @dataclass(frozen=True)

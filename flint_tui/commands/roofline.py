@@ -168,7 +168,7 @@ def _print(result: Roofline) -> None:
     console.print(Text.assemble((load.name, "bold"), " on ", (machine.name, "bold")))
     console.print(
         f"{load.weights / 1e9:,.3g} G weights read per token · "
-        f"KV cache {load.kv_per_position / 1024:,.4g} KiB per position (bf16)",
+        f"KV cache {load.kv_per_position / 1024:,.4g} KiB per position (fp16)",
         soft_wrap=True,
     )
     arithmetic = "arithmetic not known (--flops)"

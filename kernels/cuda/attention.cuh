@@ -3,7 +3,7 @@
 // The keys of a KV head lie in blocks of 16 positions; the new tokens' own keys form one more block, the tail, which
 // never goes through the cache on its way here. Splits of equal length go to SMs (split s of KV head h: SM s * KV_HEADS +
 // h); their number grows with the context. In an SM, the ring delivers the cached blocks, warp by warp. Queries are
-// taken 8 rows at a time; each is two rows of the tensor-core tile, high and low part in bf16, so that scores carry 16
+// taken 8 rows at a time; each is two rows of the tensor-core tile, high and low part in fp16, so that scores carry 22
 // bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). One warp
 // somewhere merges the splits of a row, so that all SMs read one result instead of sixteen parts.
 #pragma once
@@ -139,17 +139,17 @@ __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& 
                 }
                 if (kind == 0) a[e] *= ATTENTION_MULTIPLIER * LOG2_E, b[e] *= ATTENTION_MULTIPLIER * LOG2_E;
             }
-            const u32 first_half = to_bf16x2(a[0], a[1]), other_half = to_bf16x2(b[0], b[1]);
+            // Saturated, a query's two parts at twice fp16's largest. Of a small one they lose up to 2^-25, and a score up to
+            // that times the sum of its key's magnitudes: 1e-5 for 64 of 5. As the softmax looks at differences of scores,
+            // not at ratios, small queries need no scale of their own.
+            const u32 first_half = to_half2(a[0], a[1]), other_half = to_half2(b[0], b[1]);
             if (kind == 0) {
-                const auto low_part = [](const float (&x)[2], u32 high) {
-                    return to_bf16x2(x[0] - from_bf16(high & 0xffff), x[1] - __uint_as_float(high & 0xffff0000));
-                };
                 u8* const high = arena.queries[row / 8][0];
                 u8* const low = arena.queries[row / 8][1];
                 const int at = 2 * key_offset<HEAD_DIM>(row % 8, d), at_half = 2 * key_offset<HEAD_DIM>(row % 8, d + HALF);
                 *reinterpret_cast<u32*>(high + at) = first_half, *reinterpret_cast<u32*>(high + at_half) = other_half;
-                *reinterpret_cast<u32*>(low + at) = low_part(a, first_half);
-                *reinterpret_cast<u32*>(low + at_half) = low_part(b, other_half);
+                *reinterpret_cast<u32*>(low + at) = rest_of_half2(first_half, a[0], a[1]);
+                *reinterpret_cast<u32*>(low + at_half) = rest_of_half2(other_half, b[0], b[1]);
             } else {
                 const int at_position = position + column, in = at_position % KV_BLOCK;
                 u16* const block = cache + size_t(at_position / KV_BLOCK) * (KV_BYTES / 2);
@@ -217,8 +217,8 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queri
         for (int i = 0; i < LOADS; i++) {
             const uint4 k = *reinterpret_cast<const uint4*>(block + half * 8 * HEAD_DIM * 2 + i * 512 + lane * 16);
             const uint4 h = queries.get_high(i), l = queries.get_low(i);
-            mma_bf16(s[0][0], s[0][1], s[0][2], s[0][3], h.x, l.x, h.y, l.y, k.x, k.y);
-            mma_bf16(s[1][0], s[1][1], s[1][2], s[1][3], h.z, l.z, h.w, l.w, k.z, k.w);
+            mma_f16(s[0][0], s[0][1], s[0][2], s[0][3], h.x, l.x, h.y, l.y, k.x, k.y);
+            mma_f16(s[1][0], s[1][1], s[1][2], s[1][3], h.z, l.z, h.w, l.w, k.z, k.w);
         }
         score[half * 2] = (s[0][0] + s[1][0]) + (s[0][2] + s[1][2]);
         score[half * 2 + 1] = (s[0][1] + s[1][1]) + (s[0][3] + s[1][3]);
@@ -239,10 +239,10 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queri
 #pragma unroll
     for (int i = 0; i < 4; i++) weight[i] = MASKED && score[i] == NOTHING ? 0.0f : exp2_fast(score[i] - largest);
     a.sum = a.sum * shrink + ((weight[0] + weight[1]) + (weight[2] + weight[3]));
-    // Weights too are high + low, rows g and g + 8 of the tile: bf16 alone would cost as much precision as the cache does.
-    const u32 p0 = to_bf16x2(weight[0], weight[1]), p1 = to_bf16x2(weight[2], weight[3]);
-    const u32 r0 = to_bf16x2(weight[0] - from_bf16(p0 & 0xffff), weight[1] - __uint_as_float(p0 & 0xffff0000));
-    const u32 r1 = to_bf16x2(weight[2] - from_bf16(p1 & 0xffff), weight[3] - __uint_as_float(p1 & 0xffff0000));
+    // Weights too are high + low, rows g and g + 8 of the tile: fp16 alone would cost as much precision as the cache does.
+    // Those below 2^-25 of the largest so far count in the sum only: of what one warp gathers, n * 2^-25 at most.
+    const u32 p0 = to_half2(weight[0], weight[1]), p1 = to_half2(weight[2], weight[3]);
+    const u32 r0 = rest_of_half2(p0, weight[0], weight[1]), r1 = rest_of_half2(p1, weight[2], weight[3]);
     const u8* const values = block + KV_BLOCK * HEAD_DIM * 2 + part * (4 * 512);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -257,7 +257,7 @@ __device__ __forceinline__ void attend(Gathered& a, const u8* block, const Queri
         for (int e = 0; e < 2; e++) {
             float(&o)[4] = a.values[i * 2 + e];
             o[0] *= shrink, o[1] *= shrink, o[2] *= shrink, o[3] *= shrink;
-            mma_bf16(o[0], o[1], o[2], o[3], p0, r0, p1, r1, e ? v.z : v.x, e ? v.w : v.y);
+            mma_f16(o[0], o[1], o[2], o[3], p0, r0, p1, r1, e ? v.z : v.x, e ? v.w : v.y);
         }
     }
 }

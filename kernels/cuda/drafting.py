@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kernels.cuda.kv_layout import KV_BLOCK, pack_keys, pack_values, unpack_keys, unpack_values
+from kernels.cuda.kv_layout import KV_BLOCK, as_cached, pack_keys, pack_values, unpack_keys, unpack_values
 from kernels.cuda.loading import on_device
 from kernels.cuda.plan import DraftDims, StoredMatrix
 
@@ -37,7 +37,7 @@ class DraftCache:
 
     def __init__(self, head: DraftHead, embed: Callable[[Tensor], Tensor], cache: Tensor) -> None:
         """embed: ids int64 [n] -> the target's embeddings as its layer 0 receives them, float32 [n, hidden]. cache: the
-        drafter's layer, bf16, in the order of kv_layout.py; its device is where the work is done."""
+        drafter's layer, fp16, in the order of kv_layout.py; its device is where the work is done."""
         import torch
 
         device = cache.device
@@ -110,7 +110,7 @@ class DraftCache:
         ):
             blocks = self._cache[:, first:last, index]
             plain = unpack(blocks, d.head_dim).clone()
-            plain[:, inside] = new.to(plain.dtype)
+            plain[:, inside] = as_cached(new)
             blocks.copy_(pack(plain))
         self._rows += count
 

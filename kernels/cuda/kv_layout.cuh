@@ -1,7 +1,7 @@
 // Where the KV cache keeps one element. Shared by the decode megakernel and by prefill.
 #pragma once
 
-// A cache holds, for each layer and KV head, blocks of 16 positions; a block is its keys, then its values, bf16:
+// A cache holds, for each layer and KV head, blocks of 16 positions; a block is its keys, then its values, fp16:
 //
 //     [layer][kv head][block of 16 positions][ keys 16 x HEAD_DIM | values 16 x HEAD_DIM ]
 //
@@ -12,7 +12,11 @@
 //     keys:   two halves of 8 positions; load i of a half gives lane (g, t) position g and eight consecutive
 //             dimensions. A lane owns HEAD_DIM / 8 dimensions of each rotary half, so pairs (d, d + HEAD_DIM / 2) meet.
 //     values: load i gives lane (g, t) dimensions g * HEAD_DIM / 8 + {2i, 2i + 1} of positions 2t, 2t+1, 2t+8, 2t+9.
+//
+// fp16, not bf16, which takes as many bytes and rounds eight times as coarsely (RESULTS.md says what that cost). What is
+// beyond its range is saturated, by whoever writes; NaN stays NaN, so that faults show.
 constexpr int KV_BLOCK = 16;  // positions
+constexpr float KV_LARGEST = 65504.0f;
 
 template <int DIM>
 __device__ __forceinline__ int key_offset(int position, int dim) {  // elements from the block's start

@@ -11,11 +11,17 @@ if TYPE_CHECKING:
     import torch
 
 KV_BLOCK = 16  # positions
+KV_LARGEST = 65504.0  # of a key's or value's magnitude: fp16's
 
 
 def cache_shape(layers: int, kv_heads: int, positions: int, head_dim: int) -> tuple[int, int, int, int, int]:
     """[layers, kv_heads, blocks of 16 positions, 2 (keys, values), 16 * head_dim]"""
     return layers, kv_heads, -(-positions // KV_BLOCK), 2, KV_BLOCK * head_dim
+
+
+def as_cached(rows: torch.Tensor) -> torch.Tensor:
+    """Keys or values as the cache holds them: fp16, saturated; NaN stays NaN."""
+    return rows.clamp(-KV_LARGEST, KV_LARGEST).half()
 
 
 def pack_keys(keys: torch.Tensor) -> torch.Tensor:

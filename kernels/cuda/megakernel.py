@@ -102,7 +102,7 @@ class Megakernel:
     Raises plan.Unsupported for a shape or format that it does not decode, CompileError, CudaError.
     """
 
-    kv_cache: torch.Tensor  # bf16, shape and order in kv_layout.py; prefill writes it
+    kv_cache: torch.Tensor  # fp16, shape and order in kv_layout.py; prefill writes it
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Megakernel:
         # ahead of it by as many.
         positions = context_size + columns - 1 + (columns if room_for_drafter else 0)
         shape = cache_shape(dims.layers + room_for_drafter, dims.kv_heads, positions, dims.head_dim)
-        self.kv_cache = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
+        self.kv_cache = torch.zeros(shape, dtype=torch.float16, device=self._device)
         self._open_host_memory()
         self._buffers: dict[str, Any] = {}
 

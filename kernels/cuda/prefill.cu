@@ -4,11 +4,10 @@
 // The residual stream x is float32 [M, hidden]. Operands of products are fp16, not bf16: three more bits of mantissa
 // keep a deep model's logits eight times closer to float32. fp16's smaller range is met by scaling each row of the gated
 // activation, the one operand that no norm bounds, by a power of two. Attention reads one layer's keys and values at a
-// time from a plain fp16 buffer [kv_heads, positions, dim]; the decoder's cache keeps them in bf16, in its own order.
+// time from a plain buffer [kv_heads, positions, dim]; the decoder's cache keeps the same fp16 bits, in its own order.
 //
 // Every kernel has 256 threads a block and compiles once for all models: shapes are arguments.
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "kv_layout.cuh"
@@ -96,10 +95,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_and_norm(
     }
 }
 
+__device__ __forceinline__ __half saturated_half(float v) {  // comparisons, because fminf and fmaxf drop a NaN
+    return __float2half_rn(v > KV_LARGEST ? KV_LARGEST : v < -KV_LARGEST ? -KV_LARGEST : v);
+}
+
 // One warp per token and head of qkv [M, (heads + 2 * kv_heads) * dim] float32: RMSNorm over the head where its weight
 // is given (queries and keys of qwen3), rotation by the half-split convention (cosine, sine [M, dim / 2] float32), then
-// queries to q [M, heads, dim] fp16, keys and values to positions start .. start + M - 1 of [kv_heads, positions, dim].
-// Grid (M, ceil((heads + 2 * kv_heads) / 8)).
+// queries to q [M, heads, dim] fp16, keys and values to positions start .. start + M - 1 of [kv_heads, positions, dim], all
+// saturated as kv_layout.cuh says. Grid (M, ceil((heads + 2 * kv_heads) / 8)).
 extern "C" __global__ void __launch_bounds__(THREADS)
     rotate(const float* qkv, const float* cosine, const float* sine, const float* q_norm, const float* k_norm, float eps,
            __half* q, __half* keys, __half* values, int heads, int kv_heads, int dim, int start, int positions) {
@@ -132,33 +135,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             high = high * c + low * s;
             low = turned;
         }
-        out[i] = __float2half_rn(low);
-        out[i + half_dim] = __float2half_rn(high);
+        out[i] = saturated_half(low);
+        out[i + half_dim] = saturated_half(high);
     }
 }
 
-__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
-    const __nv_bfloat16 pair[2] = {__float2bfloat16_rn(low), __float2bfloat16_rn(high)};
-    return *reinterpret_cast<const unsigned short*>(&pair[0]) |
-           unsigned(*reinterpret_cast<const unsigned short*>(&pair[1])) << 16;
-}
-
-__device__ __forceinline__ Bf16x8 to_bf16(const Half8& in) {
-    Bf16x8 out;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 pair = unpack_halves(in.word[i]);
-        out.word[i] = pack_bf16(pair.x, pair.y);
-    }
-    return out;
-}
-
-__device__ __forceinline__ Half8 to_half(const Bf16x8& in) {
-    Half8 out;
-#pragma unroll
-    for (int i = 0; i < 4; i++) out.word[i] = pack_halves(bf16_of(in.word[i], 0), bf16_of(in.word[i], 1));
-    return out;
-}
+// One half of each word: what two positions have of two dimensions, turned.
+__device__ __forceinline__ unsigned lower_halves(unsigned a, unsigned b) { return (a & 0xffffu) | b << 16; }
+__device__ __forceinline__ unsigned upper_halves(unsigned a, unsigned b) { return a >> 16 | (b & 0xffff0000u); }
 
 // Copies positions between the decoder's cache (kv_layout.cuh) and the plain keys, values [kv_heads, positions, dim] of
 // one layer. A thread moves one 16-byte unit of keys and one of values, so the cache's side is always coalesced.
@@ -178,37 +162,34 @@ __device__ __forceinline__ void copy_block(
             __half* const here = keys + plain + position * HEAD_DIM + dim;
             const bool present = first + position < end;
             if (TO_CACHE)
-                store16(there, present ? to_bf16(load16<Half8>(here)) : Bf16x8{});
+                store16(there, present ? load16<Half8>(here) : Half8{});
             else if (present)
-                store16(here, to_half(load16<Bf16x8>(there)));
+                store16(here, load16<Half8>(there));
         }
         {  // a pair of dimensions of positions 2t, 2t + 1, 2t + 8, 2t + 9, one dimension after the other
             const int t = unit % 4, dim = unit / 4 % 8 * OWNED + unit / 32 * 2;
             uint4* const there = packed + value_offset<HEAD_DIM>(2 * t, dim) / 8;
-            float value[8] = {};  // [dimension][position]
+            unsigned pair[4] = {};  // of dimensions, by position
             if (!TO_CACHE) {
-                const Bf16x8 moved = load16<Bf16x8>(there);
+                const Half8 moved = load16<Half8>(there);
 #pragma unroll
-                for (int i = 0; i < 8; i++) value[i] = bf16_of(moved.word[i / 2], i % 2);
+                for (int i = 0; i < 4; i++)
+                    pair[i] = i % 2 ? upper_halves(moved.word[i / 2], moved.word[2 + i / 2])
+                                    : lower_halves(moved.word[i / 2], moved.word[2 + i / 2]);
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int position = 2 * t + i % 2 + i / 2 * 8;
                 if (first + position >= end) continue;
                 unsigned* const here = reinterpret_cast<unsigned*>(values + plain + position * HEAD_DIM + dim);
-                if (TO_CACHE) {
-                    const float2 pair = unpack_halves(*here);
-                    value[i] = pair.x;
-                    value[i + 4] = pair.y;
-                } else {
-                    *here = pack_halves(value[i], value[i + 4]);
-                }
+                if (TO_CACHE)
+                    pair[i] = *here;
+                else
+                    *here = pair[i];
             }
             if (!TO_CACHE) continue;
-            Bf16x8 moved;
-#pragma unroll
-            for (int i = 0; i < 4; i++) moved.word[i] = pack_bf16(value[2 * i], value[2 * i + 1]);
-            store16(there, moved);
+            store16(there, Half8{{lower_halves(pair[0], pair[1]), lower_halves(pair[2], pair[3]),
+                                  upper_halves(pair[0], pair[1]), upper_halves(pair[2], pair[3])}});
         }
     }
 }

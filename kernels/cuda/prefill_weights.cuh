@@ -4,12 +4,9 @@
 
 enum WeightFormat { WEIGHT_INT4 = 0, WEIGHT_INT4_ASYMMETRIC = 1, WEIGHT_INT8 = 2, WEIGHT_BF16 = 3 };  // plan.py's codes
 
-// Eight fp16 or bf16 numbers. Memory is touched through load16 and store16 only: copies of an aligned struct, most of
+// Eight fp16 numbers. Memory is touched through load16 and store16 only: copies of an aligned struct, most of
 // all one of __half2, became 32-bit loads and stores, and dequantisation ran at 0.9 TB/s on an H200.
 struct Half8 {
-    unsigned word[4];
-};
-struct Bf16x8 {
     unsigned word[4];
 };
 

@@ -265,6 +265,22 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     return r;
 }
 
+// Two floats rounded to fp16, `low` in the lower half. Beyond +-65504 they become that, infinity included; NaN stays NaN
+// (so the PTX manual says of satfinite). One instruction on sm_80 and later, as without it.
+__device__ __forceinline__ u32 to_half2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+__device__ __forceinline__ float2 from_half2(u32 bits) {
+    float2 f;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}"
+        : "=f"(f.x), "=f"(f.y)
+        : "r"(bits));
+    return f;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -301,6 +317,14 @@ __device__ __forceinline__ void mma_bf16(float& c0, float& c1, float& c2, float&
                                          u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_f16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3,
+                                        u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -356,6 +380,12 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity, int where
 }
 
 __device__ __forceinline__ float from_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+// What `rounded` = to_half2(low, high) leaves of both, in fp16 again: together 22 bits, or 2^-25 where that is more.
+__device__ __forceinline__ u32 rest_of_half2(u32 rounded, float low, float high) {
+    const float2 taken = from_half2(rounded);
+    return to_half2(low - taken.x, high - taken.y);
+}
 
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll

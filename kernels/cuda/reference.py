@@ -114,8 +114,8 @@ def random_model(
 class Reference:
     """The model, eager. `keys` and `values` are float32 [layers, kv_heads, capacity, head_dim] on the GPU."""
 
-    def __init__(self, model: RandomModel, capacity: int, *, cache_dtype: torch.dtype = torch.bfloat16) -> None:
-        """cache_dtype: what keys and values are rounded to (bf16 is the kernel's cache; float32 rounds nothing)."""
+    def __init__(self, model: RandomModel, capacity: int, *, cache_dtype: torch.dtype = torch.float16) -> None:
+        """cache_dtype: what keys and values are rounded to (fp16 is the kernel's cache; float32 rounds nothing)."""
         dims, vectors, frequencies = model.dims, model.vectors, model.inverse_frequencies
         self.dims, self._matrices, self._cache_dtype = dims, model.matrices, cache_dtype
         self._vectors = {name: torch.as_tensor(v, device=DEVICE) for name, v in vectors.items()}
@@ -128,6 +128,10 @@ class Reference:
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self._vectors[name]
+
+    def _cached(self, rows: torch.Tensor) -> torch.Tensor:  # [m, kv_heads, head_dim] -> [kv_heads, m, head_dim]
+        most = torch.finfo(self._cache_dtype).max
+        return rows.clamp(-most, most).to(self._cache_dtype).float().transpose(0, 1)
 
     def step(self, tokens: Sequence[int], position: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Logits [M, vocab] and the residual stream entering every layer and the final norm."""
@@ -155,8 +159,8 @@ class Reference:
             if d.qk_norm:
                 q, k = self._norm(n + "q_norm", q), self._norm(n + "k_norm", k)
             q, k = rotated(q), rotated(k)
-            self.keys[i, :, position : position + m] = k.transpose(0, 1).to(self._cache_dtype).float()
-            self.values[i, :, position : position + m] = v.transpose(0, 1).to(self._cache_dtype).float()
+            self.keys[i, :, position : position + m] = self._cached(k)
+            self.values[i, :, position : position + m] = self._cached(v)
             keys = self.keys[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
             values = self.values[i, :, : position + m].repeat_interleave(d.heads // d.kv_heads, 0)
             score = torch.einsum("mhd,htd->hmt", q, keys) * d.attention_multiplier

@@ -45,7 +45,7 @@ def test_a_step_reads_weights_once_and_the_rows_of_its_tokens(tied):
 
 
 def test_granite_3b_s_known_sizes():
-    """bf16 KV of Granite-4.1-3b: 80 KiB a token."""
+    """fp16 KV of Granite-4.1-3b: 80 KiB a token."""
     config = small_config("granite", num_layers=40, hidden_size=2560, num_heads=40, num_kv_heads=8, head_dim=64)
     assert step_ledger(config, {"embed": 320}, 1, 0, kv_element_bytes=2).kv_written == 80 * 1024
 

@@ -143,8 +143,9 @@ def own_cache(reference: TorchReference) -> tuple[Tensor, Tensor]:
 def adopt_cache(reference: TorchReference, cache: Tensor) -> float:
     """Let the reference go on from the GPU's keys and values; returns how far they were from its own.
 
-    The cache rounds to bf16, and values that differ by a hair round apart: with random weights that alone moves the
-    next logits by 3e-3. From a common cache, the next step compares arithmetic with arithmetic.
+    The cache rounds to fp16, and values that differ by a hair round apart: with random weights that alone moves the
+    next logits (by 3e-3 when the cache was bf16). From a common cache, the next step compares arithmetic with
+    arithmetic.
     """
     mine = own_cache(reference)
     theirs = plain_cache(cache, reference.config, reference.position)

@@ -255,7 +255,7 @@ def test_the_head_in_the_loop_drafts_as_in_torch(engine: Engine, width: int, rec
     print(f"width {width}: acceptance length {1 + accepted / steps:.2f}, {different} of {steps} steps differ")
     record_property("acceptance_length", 1 + accepted / steps)
     record_property("different", different)
-    assert different <= steps / 50  # near ties; the draft's cache is bf16, too
+    assert different <= steps / 50  # near ties; the draft's cache is fp16, too
 
 
 @pytest.mark.real_model

@@ -329,7 +329,7 @@ def test_the_first_draft_s_logit(bench):
         assert int(both.stored.target_ids[int(expected.argmax())]) == draft
         worst = max(worst, abs(logit - float(expected.max())) / float(expected.std()))
     print(f"worst distance {worst:.1e} of the logits' spread")
-    assert worst < 2e-2  # a bf16 cache against float32
+    assert worst < 3e-3  # an fp16 cache against float32
 
 
 def test_the_order_of_the_sms_changes_nothing(bench):
@@ -485,7 +485,7 @@ def test_rows_written_in_any_pieces_are_the_same(bench):
     drafter.extend([*tokens, 9], both.rows([torch.cat((f, f[:1])) for f in features], 0, 41))
     truth = torch.stack([drafter._keys[:, :40], drafter._values[:, :40]])
     for rows in written:
-        assert (rows.float() - truth).abs().max() < 1e-2 * truth.abs().max()  # bf16
+        assert (rows.float() - truth).abs().max() < 1e-3 * truth.abs().max()  # fp16
 
 
 def test_forced_acceptance_pays_for_the_head_s_passes(tmp_path: Path):

@@ -167,6 +167,14 @@ inline u32 bf16_bits(float f) {
     return std::isnan(f) ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
 inline u32 to_bf16x2(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline u32 half_bits(float f) {
+    const _Float16 h = f > 65504.0f ? 65504.0f : f < -65504.0f ? -65504.0f : f;
+    u16 bits;
+    std::memcpy(&bits, &h, 2);
+    return bits;
+}
+inline u32 to_half2(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+inline float2 from_half2(u32 bits) { return {from_half(u16(bits)), from_half(u16(bits >> 16))}; }
 inline int opaque(int v) { return v; }
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T atomicAdd(T* p, T v) { const T old = *p; *p += v; return old; }
@@ -203,7 +211,8 @@ inline void mma_8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, b
 }
 inline void mma_u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, bool first) { mma_8<false>(c, a0, a1, a2, a3, b0, b1, first); }
 inline void mma_s8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, bool first) { mma_8<true>(c, a0, a1, a2, a3, b0, b1, first); }
-inline void mma_bf16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <class F>
+inline void mma_16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, F value) {
     const WarpOperands o = gather(a0, a1, a2, a3, b0, b1);
     const int g = lane_now() / 4, t = lane_now() % 4;
     float* const c[4] = {&c0, &c1, &c2, &c3};
@@ -212,10 +221,16 @@ inline void mma_bf16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1,
         float sum = *c[i];
         for (int k = 0; k < 16; k++) {
             const u32 aw = o.w[row % 8 * 4 + k % 8 / 2][(k / 8) * 2 + row / 8], bw = o.w[column * 4 + k % 8 / 2][4 + k / 8];
-            sum += __uint_as_float((aw >> (k % 2 * 16) & 0xffff) << 16) * __uint_as_float((bw >> (k % 2 * 16) & 0xffff) << 16);
+            sum += value(u16(aw >> k % 2 * 16)) * value(u16(bw >> k % 2 * 16));
         }
         *c[i] = sum;
     }
+}
+inline void mma_bf16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_16(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, [](u16 bits) { return __uint_as_float(u32(bits) << 16); });
+}
+inline void mma_f16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_16(c0, c1, c2, c3, a0, a1, a2, a3, b0, b1, [](u16 bits) { return from_half(bits); });
 }
 
 // ---- shared memory: an address is an offset into the block's
