@@ -26,8 +26,10 @@ struct Epoch {  // the tags of one layer; never zero, which is what memory holds
 
 constexpr u32 TAG_MASK = 0xff;
 
+// NaN stays NaN: a GPU's own, 0x7fffffff, would be rounded to -0, and what broke elsewhere must show.
 __device__ __forceinline__ u32 word(float value, Epoch epoch) {
-    return ((__float_as_uint(value) + 0x80) & ~TAG_MASK) | epoch.word;
+    const u32 rounded = value == value ? __float_as_uint(value) + 0x80 : 0x7fc00000u;
+    return (rounded & ~TAG_MASK) | epoch.word;
 }
 
 __device__ __forceinline__ float value_of(u32 w) { return __uint_as_float(w & ~TAG_MASK); }

@@ -63,7 +63,8 @@ class EmulatedGpu:
         library = build / "megakernel.so"
         flags = ["-std=c++17", "-O1", *LIBRARY_FLAGS, "-w", f"-I{HERE}", *defines]
         subprocess.run(["g++", *flags, str(HERE / "megakernel.cpp"), "-o", str(library)], check=True)
-        self._run = ctypes.CDLL(str(library)).run
+        self.library = ctypes.CDLL(str(library))
+        self._run = self.library.run
         matrices = {name: _packed(name, m) for name, m in self.model.matrices.items()}
         weights = tiled(dims, matrices, sms, shares)
         self._weights, self._embed = _aligned(weights.data), matrices["embed"]
@@ -316,6 +317,20 @@ def test_queries_that_fp16_cannot_hold_are_saturated(tmp_path: Path):
     logits = gpu.step([7], 0)  # there is but one position to attend to
     assert (logits - expected).norm() < TOLERANCE * expected.norm()
     assert gpu.step([8, 9], 1).isfinite().all()
+
+
+def test_a_word_keeps_nan_and_rounds_the_rest(tmp_path: Path):
+    word = EmulatedGpu(tmp_path, DIMS, Case(DIMS, "int4", 64), 1, 3).library.word_and_back
+    word.restype = ctypes.c_uint32
+
+    def back(bits: int) -> float:
+        return float(np.uint32(word(ctypes.c_uint32(bits), 3)).view(np.float32))
+
+    for nan in (0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001):  # the first is a GPU's
+        assert np.isnan(back(nan)), hex(nan)
+    for value in (0.0, -0.0, 1.0, -3.25, 1e30, -1e-30, np.inf, -np.inf, np.pi, -np.e):
+        found = back(int(np.float32(value).view(np.uint32)))
+        assert found == np.float32(value) or abs(found / value - 1) < 2**-15, value
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

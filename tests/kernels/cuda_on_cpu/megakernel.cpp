@@ -6,6 +6,11 @@
 
 static Parameters parameters;
 
+// A float's bits as the word that travels, and what is read of it.
+extern "C" unsigned word_and_back(unsigned bits, unsigned layers) {
+    return __float_as_uint(value_of(word(__uint_as_float(bits), Epoch(layers))));
+}
+
 extern "C" int run(const Parameters* p, unsigned long long order) {
     parameters = *p;
     return run_grid(SMS, THREADS, SHARED_BYTES, order, [] { megakernel(parameters); });
