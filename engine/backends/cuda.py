@@ -26,7 +26,7 @@ from engine.packed.model import PackedModel
 from engine.sampling import Sampling
 from kernels.build import CompileError
 from kernels.cuda.driver import OUT_OF_MEMORY, CudaError, Driver, Gpu, GpuUnavailable, NotResident
-from kernels.cuda.plan import KernelDims
+from kernels.cuda.phases import KernelDims
 
 if TYPE_CHECKING:
     import torch
@@ -485,7 +485,7 @@ def _open(
     from kernels.build import architecture, compile_cubin
     from kernels.cuda.driver import Module
     from kernels.cuda.megakernel import Megakernel
-    from kernels.cuda.plan import format_of
+    from kernels.cuda.phases import format_of
     from kernels.cuda.prefill import SOURCE, EmbeddingTable, Prefill
 
     config, cache, dims = model.config, cache_dir() / "kernels", kernel_dims(model.config)

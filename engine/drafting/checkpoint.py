@@ -31,7 +31,7 @@ from engine.packed.matrix import Matrix
 from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize, quantize_int4, quantize_int8
 from kernels.cuda.drafting import DraftHead
-from kernels.cuda.plan import DraftDims
+from kernels.cuda.phases import DraftDims
 
 FORMAT = "flint-eagle-1"
 GROUP = 32

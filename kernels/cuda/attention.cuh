@@ -4,8 +4,8 @@
 // never goes through the cache on its way here. Splits of equal length go to SMs (split s of KV head h: SM s * KV_HEADS +
 // h); their number grows with the context. In an SM, the ring delivers the cached blocks, warp by warp. Queries are
 // taken 8 rows at a time; each is two rows of the tensor-core tile, high and low part in fp16, so that scores carry 22
-// bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). One warp
-// somewhere merges the splits of a row, so that all SMs read one result instead of sixteen parts.
+// bits of the query. The softmax runs on line, in base 2 (Milakov and Gimelshein, 2018; Dao et al., 2022). merge.cuh
+// has what follows.
 #pragma once
 #include "gemv.cuh"
 #include "kv_layout.cuh"
@@ -361,80 +361,4 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     }
     c.sync();  // the arena belongs to the next phase's activations
     profile.stamp(6);
-}
-
-// A packet's field as a float, in steps of the packet's unit. The mantissa of 2^23 + (field + 2^15) is the field with its
-// top bit flipped: cheaper than the conversion, which runs at a quarter of the rate.
-__device__ __forceinline__ float field(u32 flipped, int half) {
-    return __uint_as_float(__byte_perm(flipped, 0x4b000000u, half ? 0x7432 : 0x7410)) - 8421376.0f;
-}
-
-// Merges the splits' parts of some query rows, a warp a row, and publishes them: what the output projection reads. Which SM
-// merges which rows is no matter; those that attend to no keys come first.
-__device__ __forceinline__ void merge_splits(const Context& c, Epoch epoch) {
-    constexpr int LANES = HEAD_DIM / PACKET, ABREAST = 32 / LANES;  // lanes of one split; splits side by side in a warp
-    constexpr int ROUNDS = (MAX_SPLITS + ABREAST - 1) / ABREAST, AT_ONCE = ROUNDS < 4 ? ROUNDS : 4;
-    static_assert(MAX_SPLITS <= 32 && LANES <= 32, "a lane holds a split's weight");
-    const int splits = c.s.share.splits, abreast = c.lane / LANES, piece = c.lane % LANES;
-#pragma unroll 1
-    for (int row = SMS - 1 - c.sm + (WARPS - 1 - c.warp) * SMS; row < COLUMNS * HEADS; row += WARPS * SMS) {
-        const u32* const weights = c.p.scratch + HOP_WEIGHTS + (row * MAX_SPLITS + min(c.lane, splits - 1)) * 2;
-        const u32* const packets = c.p.scratch + HOP_ATTENTION + row * MAX_SPLITS * (HEAD_DIM / 2) + piece * (PACKET / 2);
-        uint4 w[AT_ONCE];
-        const auto load = [&](int first) {
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-                w[i] = load_words4(packets + min(first + i * ABREAST + abreast, splits - 1) * (HEAD_DIM / 2));
-        };
-        uint2 weight;
-        Watchdog watchdog;
-        while (true) {
-            weight = load_words2(weights);
-            load(0);
-            bool ready = fresh(weight.x, epoch) && fresh(weight.y, epoch);
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) ready &= fresh(w[i], epoch);
-            if (__all_sync(ALL_LANES, ready)) break;
-            watchdog.tick(WAIT_SPLITS);
-        }
-        // What each split's values are to be multiplied by: 2^(its maximum - the largest), over all splits' sums of weights.
-        const float sum = c.lane < splits ? value_of(weight.y) : 0.0f;
-        const float largest = warp_max(sum > 0.0f ? value_of(weight.x) : NOTHING);
-        float factor = sum > 0.0f ? exp2_fast(value_of(weight.x) - largest) : 0.0f;
-        factor = __fdividef(factor, warp_sum(factor * sum));
-        float v[PACKET] = {};
-#pragma unroll 1
-        for (int first = 0; first < splits; first += AT_ONCE * ABREAST) {
-            if (first > 0) {
-                while (true) {
-                    load(first);
-                    bool ready = true;
-#pragma unroll
-                    for (int i = 0; i < AT_ONCE; i++) ready &= fresh(w[i], epoch);
-                    if (__all_sync(ALL_LANES, ready)) break;
-                    watchdog.tick(WAIT_SPLITS);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int split = first + i * ABREAST + abreast;
-                const float f = __shfl_sync(ALL_LANES, factor, split & 31);
-                const float g = split < splits ? f * unit_of(exponent_of(w[i])) : 0.0f;
-                const u32 words[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const u32 flipped = (words[e] & MANTISSAS) ^ 0x80008000u;
-                    v[2 * e] += g * field(flipped, 0);
-                    v[2 * e + 1] += g * field(flipped, 1);
-                }
-            }
-        }
-#pragma unroll
-        for (int o = LANES; o < 32; o <<= 1)
-#pragma unroll
-            for (int e = 0; e < PACKET; e++) v[e] += __shfl_xor_sync(ALL_LANES, v[e], o);
-        u32* const merged = c.p.scratch + HOP_MERGED + (row * HEAD_DIM + piece * PACKET) / 2;
-        const uint4 packet = packet_of(v, epoch);
-        for (int copy = abreast; copy < HOP_COPIES; copy += ABREAST) store_words4(merged + copy * HOP_COPY, packet);
-    }
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 from kernels.cuda.check import CASES, compile_all, plan_of
 from kernels.cuda.driver import Driver
-from kernels.cuda.plan import KernelDims
+from kernels.cuda.phases import KernelDims
 
 MODELS: dict[str, dict[str, int]] = {
     "granite-3b": {"layers": 40, "vocab": 100352},

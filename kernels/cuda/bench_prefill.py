@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.build import architecture, compile_cubin
 from kernels.cuda.driver import BoundLaunch, Driver, Module
 from kernels.cuda.megakernel import Megakernel
-from kernels.cuda.plan import KernelDims
+from kernels.cuda.phases import KernelDims
 from kernels.cuda.prefill import CHUNK, SOURCE, EmbeddingTable, Prefill
 
 GROUP = 128

@@ -25,7 +25,7 @@ from kernels.cuda.check import CASES, compile_all, plan_of
 from kernels.cuda.drafting import DraftHead
 from kernels.cuda.driver import Driver
 from kernels.cuda.loading import DRAFT_NORMS
-from kernels.cuda.plan import DraftDims, KernelDims, draft_matrix_sizes, plan_drafter
+from kernels.cuda.phases import DraftDims, KernelDims, draft_matrix_sizes, plan_drafter
 
 DRAFT_VOCAB = 16384
 SIXTEENTHS = (0, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112)  # drafts accepted in 16 steps

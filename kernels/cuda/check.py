@@ -17,7 +17,7 @@ from typing import Any
 
 from kernels.cuda.driver import Driver
 from kernels.cuda.kv_layout import pack_keys, pack_values
-from kernels.cuda.plan import KernelDims
+from kernels.cuda.phases import KernelDims
 
 LOGIT_TOLERANCE = 3e-3  # relative, against float32 with an fp16 cache; the cache's own rounding is shown beside it
 
@@ -234,7 +234,8 @@ def plan_of(
     clusters: bool = True,
 ) -> Any:
     """The plan of a case without its weights. clusters: whether the GPU has them."""
-    from kernels.cuda.plan import make_plan, phases_of, shares_of, split_tiles
+    from kernels.cuda.phases import phases_of, shares_of, split_tiles
+    from kernels.cuda.plan import make_plan
 
     matrices = stored_matrices(dims, case.kind, case.group, case.head)
     clusters = clusters and (tuning or {}).get("PAIRS", 1) > 0

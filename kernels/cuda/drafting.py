@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kernels.cuda.kv_layout import KV_BLOCK, as_cached, pack_keys, pack_values, unpack_keys, unpack_values
 from kernels.cuda.loading import on_device
-from kernels.cuda.plan import DraftDims, StoredMatrix
+from kernels.cuda.phases import DraftDims, StoredMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor

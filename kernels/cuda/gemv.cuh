@@ -12,7 +12,7 @@
 // 16 times too large, which the row's scale absorbs. (Shifting it down made the loop 43 clocks a unit instead of 34 on an
 // H200; integer operations, not the tensor cores, are what runs out.)
 #pragma once
-#include "hop.cuh"
+#include "staging.cuh"
 
 template <int N>
 struct Words {  // N consecutive 32-bit words of shared memory, in the widest loads that N allows

@@ -1,6 +1,6 @@
 // From the last layer to the next token: logits, the largest of them over all SMs, the draw, and word to the host.
 #pragma once
-#include "attention.cuh"
+#include "merge.cuh"
 #include "sampling.cuh"
 
 // A candidate word: | ordered logit : 32 | ~id : 20 | stop : 1 | token epoch : 11 |, so that the largest word is the largest
@@ -38,27 +38,24 @@ __device__ __forceinline__ Largest largest_of_all(u64* words, u64 best, u64 tag,
         __threadfence();  // logits, and keys and values for the bulk copies of the next token
         store_word64(words + sm, best | (sm == 0 && stop_asked ? CANDIDATE_STOP : 0) | tag);
     }
-    // Loads of a lane under way at once: one after the other, each is a trip to the L2 cache.
-    constexpr int AT_ONCE = (SMS + 31) / 32;
-    u64 largest = 0, stop = 0;
-    for (int first = lane; first < SMS; first += 32 * AT_ONCE) {
-        Watchdog watchdog;
-        u64 w[AT_ONCE];
-        while (true) {
-            bool ready = true;
+    // Every lane's loads are under way at once: one after the other, each is a trip to the L2 cache.
+    constexpr int LOADS = (SMS + 31) / 32;
+    u64 w[LOADS], largest = 0;
+    Watchdog watchdog;
+    while (true) {
+        bool ready = true;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) w[i] = load_word64(words + min(first + 32 * i, SMS - 1));
+        for (int i = 0; i < LOADS; i++) w[i] = load_word64(words + min(lane + 32 * i, SMS - 1));
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) ready &= (w[i] & CANDIDATE_TAG) == tag;
-            if (ready) break;
-            watchdog.tick(WAIT_TOKEN);
-        }
-        if (first == 0) stop = w[0] & CANDIDATE_STOP;  // lane 0's
+        for (int i = 0; i < LOADS; i++) ready &= (w[i] & CANDIDATE_TAG) == tag;
+        if (ready) break;
+        watchdog.tick(WAIT_TOKEN);
+    }
+    const u64 stop = w[0] & CANDIDATE_STOP;  // lane 0's has the first SM's
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const u64 mine = w[i] & ~(CANDIDATE_TAG | CANDIDATE_STOP);
-            largest = mine > largest ? mine : largest;
-        }
+    for (int i = 0; i < LOADS; i++) {
+        const u64 mine = w[i] & ~(CANDIDATE_TAG | CANDIDATE_STOP);
+        largest = mine > largest ? mine : largest;
     }
     largest = warp_largest(largest);
     if (lane == 0) __threadfence();

@@ -12,7 +12,8 @@ import numpy as np
 
 from kernels.build import CUDA_DIRECTORY, architecture, compile_cubin
 from kernels.cuda.driver import Driver, Kernel, Module
-from kernels.cuda.plan import L2_AHEAD, PHASES, TILE_ROWS, Drafting, KernelDims, Phase, Split, StoredMatrix
+from kernels.cuda.phases import PHASES, TILE_ROWS, Drafting, KernelDims, Phase, Split, StoredMatrix
+from kernels.cuda.plan import L2_AHEAD
 from kernels.cuda.tiles import TiledWeights
 
 if TYPE_CHECKING:

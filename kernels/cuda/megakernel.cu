@@ -12,8 +12,8 @@
 // then an SM stages half of the activations, and sends its sums of every second tile to the other's shared memory. The owner
 // of a row of o owns it in down too, so the residual stream lives in shared memory, float32, each row in one place.
 //
-// Files: primitives (PTX), shape (numbers), ring (streaming), context (parameters), hop (exchange and staging), gemv
-// (products), attention, sampling, head, speculate, draft_head. The macros come from plan.py.
+// Files: primitives (PTX), shape (numbers), ring (streaming), context (parameters), hop (exchange), staging, gemv
+// (products), attention, merge, sampling, head, speculate, draft_head. The macros come from plan.py.
 #include "draft_head.cuh"
 
 __device__ __forceinline__ void produce(const Parameters& p, Shared& s, u8* slots) {

@@ -16,7 +16,18 @@ from kernels.cuda.drafting import DraftCache, DraftHead, dequantised_rows
 from kernels.cuda.driver import CudaError, Driver, Kernel, MappedMemory, Module
 from kernels.cuda.kv_layout import cache_shape
 from kernels.cuda.loading import DeviceDrafter, load_drafter, load_weights
-from kernels.cuda.plan import KernelDims, Plan, StoredMatrix, Unsupported
+from kernels.cuda.phases import (
+    TILE_ROWS,
+    Drafting,
+    KernelDims,
+    StoredMatrix,
+    Unsupported,
+    phases_of,
+    plan_drafter,
+    shares_of,
+    split_tiles,
+)
+from kernels.cuda.plan import Plan
 from kernels.cuda.tiles import TiledWeights
 from kernels.cuda.token_ring import TOKEN_ENTRY, KernelStopped, TokenRing
 
@@ -126,9 +137,9 @@ class Megakernel:
         self._cache, self._progress, self._tuning = cubin_cache, progress, dict(tuning or {})
         self._matrices_embed = matrices["embed"]
         clusters = self._gpu.clusters and self._tuning.get("PAIRS", 1) > 0
-        self._shares = planning.shares_of(dims, matrices, self._gpu.sm_count, clusters)
-        self.phases = planning.phases_of(dims, matrices, self._shares)
-        self.split = planning.split_tiles(self.phases, dims.layers, self._gpu.sm_count)
+        self._shares = shares_of(dims, matrices, self._gpu.sm_count, clusters)
+        self.phases = phases_of(dims, matrices, self._shares)
+        self.split = split_tiles(self.phases, dims.layers, self._gpu.sm_count)
         self._kernels: dict[tuple[int, bool], tuple[Kernel, Plan]] = {}  # by columns, and whether it holds the drafter
         self._reports: dict[tuple[int, bool], tuple[KernelReport, ...]] = {}
         self._device = torch.device("cuda", 0)
@@ -144,7 +155,7 @@ class Megakernel:
             cubin_cache,
             progress,
         )
-        self._drafting: dict[int, planning.Drafting] = {}  # by columns, for those kernels that hold the drafter
+        self._drafting: dict[int, Drafting] = {}  # by columns, for those kernels that hold the drafter
         self._drafter: DeviceDrafter | None = None
         # A step of the speculative loop writes all its columns, used or not, also at the context's end; a drafter runs
         # ahead of it by as many.
@@ -162,7 +173,7 @@ class Megakernel:
         d, kv = self.dims, self.dims.kv_heads * self.dims.head_dim
 
         def rows(phase: str, n: int) -> int:
-            return -(-n // planning.TILE_ROWS) * self.phases[phase].shares * self.phases[phase].tile_bytes
+            return -(-n // TILE_ROWS) * self.phases[phase].shares * self.phases[phase].tile_bytes
 
         layer = {
             "q": rows("qkv", d.heads * d.head_dim),
@@ -200,8 +211,8 @@ class Megakernel:
         caller to fill outside of loops. Raises Unsupported where no width has room for it."""
         if self.kv_cache.shape[0] == self.dims.layers:
             raise Unsupported("the KV cache was opened without a layer for a drafter")
-        drafting = planning.plan_drafter(self.dims, head.dims, head.matrices, self._gpu.sm_count, self._shares)
-        held: dict[int, planning.Drafting] = {}
+        drafting = plan_drafter(self.dims, head.dims, head.matrices, self._gpu.sm_count, self._shares)
+        held: dict[int, Drafting] = {}
         refused: Unsupported | None = None
         for columns in self.widths()[1:]:
             try:
@@ -434,7 +445,7 @@ class Megakernel:
             self._reports[key] = cubin.reports
         return self._kernels[key]
 
-    def _plan(self, columns: int, drafting: planning.Drafting | None = None) -> Plan:
+    def _plan(self, columns: int, drafting: Drafting | None = None) -> Plan:
         return planning.make_plan(
             self.dims,
             self.phases,

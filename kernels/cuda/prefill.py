@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kernels.cuda.driver import BoundLaunch, Kernel, Module
 from kernels.cuda.kv_layout import KV_BLOCK
-from kernels.cuda.plan import FORMAT_CODES, TILE_ROWS, KernelDims, Phase
+from kernels.cuda.phases import FORMAT_CODES, TILE_ROWS, KernelDims, Phase
 from kernels.cuda.tiles import TiledWeights
 
 if TYPE_CHECKING:

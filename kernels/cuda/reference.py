@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.cuda.plan import KernelDims
+from kernels.cuda.phases import KernelDims
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

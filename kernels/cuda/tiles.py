@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.cuda.plan import Phase, Split, tiles_index
+from kernels.cuda.phases import Phase, Split, tiles_index
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ from engine.sampling import Sampling
 from kernels.build import CompileError
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaError, Driver, MappedMemory, Module, NotResident
-from kernels.cuda.plan import Unsupported
+from kernels.cuda.phases import Unsupported
 from kernels.cuda.token_ring import TOKEN_ENTRY, KernelStopped, Step, read_entries
 from tests.fake_cuda import FakeLibcuda
 from tests.synthetic import small_config, write_random_packed

@@ -11,7 +11,7 @@ from engine.packed.matrix import Storage
 from kernels.build import architecture, compile_cubin
 from kernels.cuda.driver import Driver, Gpu, Module
 from kernels.cuda.megakernel import Megakernel
-from kernels.cuda.plan import format_of
+from kernels.cuda.phases import format_of
 from kernels.cuda.prefill import SOURCE, EmbeddingTable, Prefill
 from tests.gpu.models import SHAPES, RandomModel, adopt_cache, config_of, plain_cache, relative_error
 from tests.synthetic import small_config

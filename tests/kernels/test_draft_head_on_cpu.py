@@ -28,7 +28,7 @@ from kernels.cuda.drafting import DraftCache, DraftHead, dequantised
 from kernels.cuda.driver import Driver, Module
 from kernels.cuda.kv_layout import unpack_keys, unpack_values
 from kernels.cuda.megakernel import DeviceSampling
-from kernels.cuda.plan import DraftDims, KernelDims, phases_of, split_tiles
+from kernels.cuda.phases import DraftDims, KernelDims, phases_of, split_tiles
 from kernels.cuda.reference import RandomModel, Reference, random_model
 from kernels.cuda.token_ring import Step
 from tests.fake_cuda import FakeLibcuda, emulator

@@ -9,7 +9,7 @@ import torch
 from engine.packed.matrix import Storage
 from kernels.cuda.drafting import DraftCache, DraftHead
 from kernels.cuda.kv_layout import KV_LARGEST, cache_shape, unpack_keys, unpack_values
-from kernels.cuda.plan import DraftDims
+from kernels.cuda.phases import DraftDims
 from tests.synthetic import random_matrix
 
 HIDDEN = 64

@@ -13,19 +13,18 @@ from engine.packed.matrix import Storage
 from engine.packed.tensors import tensor_shapes
 from kernels.build import CUDA_DIRECTORY, compile_cubin
 from kernels.cuda.check import Stored
-from kernels.cuda.plan import (
+from kernels.cuda.phases import (
     DraftDims,
     Drafting,
     KernelDims,
-    Plan,
     Unsupported,
     draft_matrix_sizes,
-    make_plan,
     phases_of,
     plan_drafter,
     shares_of,
     split_tiles,
 )
+from kernels.cuda.plan import Plan, make_plan
 from tests.gpu.models import SHAPES, config_of
 
 # SMs and the largest dynamic shared memory of a block (CUDA programming guide, compute capabilities): A100, RTX 3090,
@@ -108,8 +107,8 @@ def test_smollm2s_kernel_compiles_with_a_drafter(columns: int, record_property):
     for part, report in (("layers", main), ("drafter", draft)):
         record_property(part, report.spills)
         print(f"{columns} columns, {part}: {report.spills} bytes of spills")
-    # NVRTC 13: 4, 120 and 208 in the layers, none in their inner loops; without a drafter 4.
-    assert main.spills <= {2: 16, 4: 160, 8: 256}[columns]
+    # NVRTC 13: 12, 64 and 12 in the layers, none in their inner loops.
+    assert main.spills <= {2: 16, 4: 96, 8: 64}[columns]
     assert draft.spills <= 320
 
 

@@ -23,7 +23,7 @@ from kernels.cuda.drafting import DraftHead
 from kernels.cuda.kv_layout import KV_LARGEST, cache_shape, pack_keys, pack_values, unpack_keys, unpack_values
 from kernels.cuda.loading import DRAFT_NORMS, sm_tiles_of
 from kernels.cuda.megakernel import DeviceSampling, _Parameters
-from kernels.cuda.plan import KernelDims, plan_drafter
+from kernels.cuda.phases import KernelDims, plan_drafter
 from kernels.cuda.reference import RandomModel, Reference, draw, random_model
 from kernels.cuda.token_ring import TOKEN_ENTRY, Step, read_entries
 from tests.fake_cuda import LIBRARY_FLAGS

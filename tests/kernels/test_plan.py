@@ -9,7 +9,7 @@ import pytest
 from engine.backends.cuda import kernel_dims
 from kernels.cuda.check import Stored, stored_matrices
 from kernels.cuda.driver import Driver
-from kernels.cuda.plan import (
+from kernels.cuda.phases import (
     PHASES,
     TILE_ROWS,
     DraftDims,

@@ -18,10 +18,10 @@ from engine.packed.model import PackedModel
 from engine.packed.quantize import dequantize
 from engine.packed.tensors import tensor_shapes
 from kernels.build import ARCHITECTURES, compile_cubin
-from kernels.cuda import plan
+from kernels.cuda import phases as cutting
 from kernels.cuda.driver import Driver, Module
 from kernels.cuda.kv_layout import KV_LARGEST, cache_shape, pack_keys, pack_values
-from kernels.cuda.plan import format_of
+from kernels.cuda.phases import format_of
 from kernels.cuda.prefill import HEAD_DIMS, SOURCE, EmbeddingTable, Prefill, _PhaseWeights, scratch_weights
 from tests.fake_cuda import FakeLibcuda, emulator
 from tests.kernels.tiling import tiled
@@ -81,7 +81,7 @@ def test_dequantise_reads_the_decoders_tiles(
     # `down` lies in chunks, where two SMs share it, too; six blocks (of hidden) make units of three in int4.
     hidden, inner = (384, 4224) if shares == 1 else (768, 1536)
     if shares > 1:
-        monkeypatch.setattr(plan, "CHUNK_K", 512)
+        monkeypatch.setattr(cutting, "CHUNK_K", 512)
     config = small_config(
         "llama", hidden_size=hidden, head_dim=64, intermediate_size=inner, vocab_size=52, num_layers=2
     )

@@ -16,7 +16,8 @@ import torch
 
 from kernels.cuda.check import Case
 from kernels.cuda.megakernel import DeviceSampling, Megakernel
-from kernels.cuda.plan import KernelDims, Plan
+from kernels.cuda.phases import KernelDims
+from kernels.cuda.plan import Plan
 from kernels.cuda.token_ring import TOKEN_ENTRY, Step
 from tests.kernels.test_megakernel_on_cpu import EmulatedGpu, small
 

@@ -12,7 +12,7 @@ import torch
 from engine.backends.cuda import kernel_dims
 from engine.packed.matrix import Storage
 from engine.packed.tensors import tensor_shapes
-from kernels.cuda import plan
+from kernels.cuda import phases as cutting
 from kernels.cuda.check import Stored
 from kernels.cuda.drafting import DraftHead
 from kernels.cuda.driver import Driver, Module
@@ -43,7 +43,7 @@ def test_retile(storage: Storage, shares: int, hidden: int, inner: int, monkeypa
     if launch is None:
         pytest.skip("no g++ to run the kernels on the CPU")
     if shares > 1:
-        monkeypatch.setattr(plan, "CHUNK_K", 256)
+        monkeypatch.setattr(cutting, "CHUNK_K", 256)
     sms = PAIRED_SMS if shares > 1 else SMS
     config = small_config(
         "mistral", hidden_size=hidden, head_dim=64, intermediate_size=inner, vocab_size=52, num_layers=2
@@ -60,9 +60,9 @@ def test_retile(storage: Storage, shares: int, hidden: int, inner: int, monkeypa
 
     # On the CPU, with a driver that runs retile.cu in fibers.
     dims = kernel_dims(config)
-    phases = plan.phases_of(dims, matrices, shares)
+    phases = cutting.phases_of(dims, matrices, shares)
     assert (phases["down"].shares, phases["down"].chunks > 1) == (shares, True)
-    split = plan.split_tiles(phases, dims.layers, sms)
+    split = cutting.split_tiles(phases, dims.layers, sms)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
     driver, cpu = Driver(FakeLibcuda(sm_count=sms, launch=launch)), torch.device("cpu")
@@ -75,10 +75,10 @@ def test_retile_of_a_drafter(sms: int, shares: int, monkeypatch: pytest.MonkeyPa
     launch = emulator()
     if launch is None:
         pytest.skip("no g++ to run the kernels on the CPU")
-    monkeypatch.setattr(plan, "CHUNK_K", 256)  # fc's input in two chunks of a pair's half, three of the whole
+    monkeypatch.setattr(cutting, "CHUNK_K", 256)  # fc's input in two chunks of a pair's half, three of the whole
     config = small_config("llama", hidden_size=384, head_dim=64, num_heads=6, num_kv_heads=2, num_layers=2)
     dims, rng = kernel_dims(config), np.random.default_rng(1)
-    draft = plan.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
+    draft = cutting.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
     shapes = {"fc": (384, 768), "q": (384, 768), "k": (128, 768), "v": (128, 768), "o": (384, 384)}
     shapes |= {"gate": (256, 384), "up": (256, 384), "down": (384, 256), "head": (107, 384)}
     stored = {"head": Storage("int4", 32, symmetric=False), "o": Storage("bf16")}
@@ -89,7 +89,7 @@ def test_retile_of_a_drafter(sms: int, shares: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(0xEE))
-    drafting = plan.plan_drafter(dims, draft, matrices, sms, shares)
+    drafting = cutting.plan_drafter(dims, draft, matrices, sms, shares)
     cut = {name: (phase.chunks, phase.shares, phase.apart) for name, phase in drafting.phases.items()}
     assert (cut["qkv"], cut["head"]) == ((2, shares, True), (1, 1, False))
     assert cut["fc"] == (4 - shares, shares, False)
@@ -103,11 +103,11 @@ def test_retile_of_a_drafter(sms: int, shares: int, monkeypatch: pytest.MonkeyPa
 
 def test_drafters_that_the_kernel_does_not_run():
     dims = kernel_dims(small_config("llama", hidden_size=384, head_dim=64, num_heads=6, num_kv_heads=2, num_layers=2))
-    good = plan.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
+    good = cutting.DraftDims(256, 107, (1, 2), 6, 2, 64, dims.rms_norm_eps)
     shapes = {"fc": (384, 768), "q": (384, 768), "k": (128, 768), "v": (128, 768), "o": (384, 384)}
     shapes |= {"gate": (256, 384), "up": (256, 384), "down": (384, 256), "head": (107, 384)}
     matrices = {name: Stored("int8", 32, *shape) for name, shape in shapes.items()}
-    assert plan.plan_drafter(dims, good, matrices, 7).split.count[0] == [5, 3, 5, 3, 1]
+    assert cutting.plan_drafter(dims, good, matrices, 7).split.count[0] == [5, 3, 5, 3, 1]
     for bad, sms, words in (
         (replace(good, heads=4), 3, "heads .* and epsilon"),
         (replace(good, rms_norm_eps=1e-3), 3, "heads .* and epsilon"),
@@ -116,5 +116,5 @@ def test_drafters_that_the_kernel_does_not_run():
         (replace(good, feature_layers=(1,)), 3, "fc has 768 input channels"),
         (good, 8, "107 tokens and 256 channels on 8"),
     ):
-        with pytest.raises(plan.Unsupported, match=words):
-            plan.plan_drafter(dims, bad, matrices, sms)
+        with pytest.raises(cutting.Unsupported, match=words):
+            cutting.plan_drafter(dims, bad, matrices, sms)

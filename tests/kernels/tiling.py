@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from engine.packed.matrix import Matrix
-from kernels.cuda.plan import Drafting, KernelDims, Phase, Split, phases_of, split_tiles
+from kernels.cuda.phases import Drafting, KernelDims, Phase, Split, phases_of, split_tiles
 from kernels.cuda.tiles import TiledWeights
 
 

@@ -1,0 +1,285 @@
+// Staging: a hop's packets, or a token's embedding, become a phase's input x in shared memory.
+//
+// Staged for the integer tensor cores, x = unit * (256 * high + low) with 8-bit high and low, that is 16-bit fixed
+// point; each part is one column of the product. bf16 matrices get x = high + low in bf16.
+#pragma once
+#include "hop.cuh"
+
+// (column, 256 channels) pairs and how the warps share them: warp w takes one place in K, as many columns side by side as
+// there are warps for.
+template <class P>
+struct Items {
+    static constexpr int PER_COLUMN = (P::STAGED_K + ITEM - 1) / ITEM;
+    static constexpr int ABREAST = larger(WARPS / PER_COLUMN, 1);                           // columns side by side
+    static constexpr int ROUNDS = (PER_COLUMN + WARPS - 1) / WARPS * ((COLUMNS + ABREAST - 1) / ABREAST);  // of a warp
+    static constexpr bool WHOLE = P::STAGED_K % ITEM == 0;
+    static constexpr int AT_ONCE = ROUNDS < STAGE_LOADS ? ROUNDS : STAGE_LOADS;  // of a warp, polled and then staged
+    static constexpr bool FULL = PER_COLUMN == WARPS && ROUNDS % AT_ONCE == 0;   // every warp has as many each time
+    int column, within;
+    __device__ __forceinline__ explicit Items(int warp) : column(warp / PER_COLUMN), within(warp % PER_COLUMN) {
+        if (PER_COLUMN < WARPS && warp >= ABREAST * PER_COLUMN) column = COLUMNS, within = PER_COLUMN;
+    }
+    __device__ __forceinline__ bool left() const { return column < COLUMNS && within < PER_COLUMN; }
+    __device__ __forceinline__ void next() {
+        column += ABREAST;
+        if (PER_COLUMN > WARPS && column >= COLUMNS) column = 0, within += WARPS;
+    }
+    __device__ __forceinline__ bool inside(int lane) const { return WHOLE || within * ITEM + lane * PACKET < P::STAGED_K; }
+};
+
+// Where a lane's eight channels of an item lie: a block's 64 channels are 16-byte rows, one for each operand register of
+// the product: four channels (two in bf16) of each of the lanes t = 0 .. 3, which own channels 8t .. 8t + 7 of each half.
+template <class P>
+__device__ __forceinline__ u8* staged(const Context& c, int column, int item) {
+    const int block = item * (ITEM / 64) + c.lane / 8;
+    return c.arena + 2 * column * P::X_STRIDE + block * P::X_BLOCK + c.lane / 4 % 2 * (P::X_BLOCK / 2) + c.lane % 4 * 4;
+}
+
+// The sum over LANES neighbouring lanes. Two or four sums over the whole warp, of which one counts, have a shorter chain
+// than four or three shuffles.
+template <int LANES>
+__device__ __forceinline__ int group_sum(int v, int lane) {
+    if constexpr (LANES >= 8) {
+        int sum = 0;
+#pragma unroll
+        for (int first = 0; first < 32; first += LANES) {
+            const bool mine = lane / LANES == first / LANES;
+            const int found = __reduce_add_sync(ALL_LANES, mine ? v : 0);
+            sum = mine ? found : sum;
+        }
+        return sum;
+    } else {
+#pragma unroll
+        for (int o = LANES / 2; o; o >>= 1) v += __shfl_xor_sync(ALL_LANES, v, o);
+        return v;
+    }
+}
+
+// fixed: a lane's channels as (x + 128) << 16, so that byte 3 is the high part and byte 2 the low one, its top bit flipped.
+template <class P>
+__device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)[PACKET], u32 exponent, bool inside,
+                                            int column, int item) {
+    u8* const at = staged<P>(c, column, item);
+    int highs = 0, lows = 0;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int* const f = fixed + 4 * e;
+        const u32 first = __byte_perm(f[0], f[1], 0x7362), second = __byte_perm(f[2], f[3], 0x7362);  // lows, then highs
+        const u32 low = __byte_perm(first, second, 0x5410) ^ 0x80808080u, high = __byte_perm(first, second, 0x7632);
+        if (inside) {
+            *reinterpret_cast<u32*>(at + e * 16) = high;
+            *reinterpret_cast<u32*>(at + e * 16 + P::X_STRIDE) = low;
+        }
+        highs = __dp4a(int(high), 0x01010101, highs);
+        lows = __dp4a(int(low), 0x01010101, lows);
+    }
+    int sum = 0;
+    constexpr int LANES = P::GROUP / PACKET;  // lanes that share a scale group of the weights
+    if constexpr (P::IS_INT4) {               // its zero point meets x as a sum
+        sum = group_sum<LANES>(256 * highs + lows, c.lane);
+        if constexpr (P::FORMAT == INT4) sum *= -8;
+    }
+    const float unit = unit_of(exponent);
+    if (inside && c.lane % LANES == 0) c.s.x[column][item * (ITEM / P::GROUP) + c.lane / LANES] = GroupOfX{unit, sum};
+}
+
+template <class P>
+__device__ __forceinline__ void store_bf16(const Context& c, const float (&v)[PACKET], bool inside, int column, int item) {
+    u8* const at = staged<P>(c, column, item);
+    if (!inside) return;
+#pragma unroll
+    for (int i = 0; i < PACKET; i += 2) {
+        const u32 h = to_bf16x2(v[i], v[i + 1]);
+        const u32 l = to_bf16x2(v[i] - from_bf16(h & 0xffff), v[i + 1] - __uint_as_float(h & 0xffff0000));
+        *reinterpret_cast<u32*>(at + i * 8) = h;
+        *reinterpret_cast<u32*>(at + i * 8 + P::X_STRIDE) = l;
+    }
+}
+
+// Puts an item of floats into shared memory, eight consecutive channels a lane; lanes that are not inside have none.
+template <class P>
+__device__ __forceinline__ void put_values(const Context& c, const float (&v)[PACKET], bool inside, int column, int item) {
+    if constexpr (P::FORMAT == BF16) {
+        store_bf16<P>(c, v, inside, column, item);
+    } else {
+        u32 largest = 0;
+#pragma unroll
+        for (int i = 0; i < PACKET; i++) largest = max(largest, __float_as_uint(fabsf(v[i])));
+        const u32 exponent = exponent_for(__reduce_max_sync(ALL_LANES, inside ? largest : 0u));
+        const float scale = units_in_one(exponent);
+        int fixed[PACKET];
+#pragma unroll
+        for (int i = 0; i < PACKET; i++) fixed[i] = __float2int_rn(v[i] * scale) * 65536 + 0x800000;
+        store_fixed<P>(c, fixed, exponent, inside, column, item);
+    }
+}
+
+// The same, from packets.
+template <class P>
+__device__ __forceinline__ void put_packet(const Context& c, const uint4& packet, bool inside, int column, int item) {
+    const u32 words[4] = {packet.x & MANTISSAS, packet.y & MANTISSAS, packet.z & MANTISSAS, packet.w & MANTISSAS};
+    const u32 own = inside ? exponent_of(packet) : 0;
+    if constexpr (P::FORMAT == BF16) {
+        const float unit = unit_of(own);
+        float v[PACKET];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            v[2 * i] = float(int(short(words[i]))) * unit;
+            v[2 * i + 1] = float(int(words[i]) >> 16) * unit;
+        }
+        store_bf16<P>(c, v, inside, column, item);
+    } else {
+        const u32 exponent = __reduce_max_sync(ALL_LANES, own);
+        const int factor = int(65536u >> min(exponent - own, 31u));
+        int fixed[PACKET];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // 0x8000 rounds
+            fixed[2 * i] = int(short(words[i])) * factor + 0x808000;
+            fixed[2 * i + 1] = (int(words[i]) >> 16) * factor + 0x808000;
+        }
+        store_fixed<P>(c, fixed, exponent, inside, column, item);
+    }
+}
+
+// RMSNorm's factor from the mean square (Zhang and Sennrich, 2019).
+__device__ __forceinline__ float inverse_rms(float squares) { return rsqrtf(squares * (1.0f / HIDDEN) + RMS_EPS); }
+
+// A warp's units have the same place in K, and what it stages is there, too: only those warps wait for one another.
+template <class P>
+constexpr bool BY_SLICE = P::SAME_K && P::CHUNKS == 1 && P::PIECES == 1 && P::UNIT_BLOCKS * 64 == ITEM;
+
+template <class P>
+__device__ __forceinline__ void sync_staged(const Context& c) {
+    if constexpr (BY_SLICE<P>) {
+        static_assert(Items<P>::PER_COLUMN == P::UNITS && Items<P>::ABREAST * P::UNITS == P::STRIDE, "the same warps");
+        if (c.warp < P::STRIDE) sync_some<32 * Items<P>::ABREAST>(c.warp % P::UNITS);
+    } else {
+        c.sync();
+    }
+}
+
+// Stages one hop's packets [column][K / 8]. With NORM, squares are words [column][HIDDEN / 16] of the same hop, and
+// RMSNorm's factors come to factors[column]. The norm's weights are in the packets already, and its factor meets the
+// products, so that nobody waits for the sum.
+template <class P, bool NORM>
+__device__ __forceinline__ void stage_packets(const Context& c, const u32* packets, const u32* squares, float* factors,
+                                              Epoch epoch, int piece, Wait where) {
+    using I = Items<P>;
+    constexpr int SQUARES = (HIDDEN / TILE_ROWS + 31) / 32;  // words of one lane
+    const int norm_column = NORM ? WARPS - 1 - c.warp : COLUMNS;  // the last warps have the least to stage
+    const auto square_word = [&](int i) {
+        return squares + norm_column * (HIDDEN / TILE_ROWS) + min(c.lane + 32 * i, HIDDEN / TILE_ROWS - 1);
+    };
+    u32 square[SQUARES];
+    if (norm_column < COLUMNS)
+#pragma unroll
+        for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
+    // Every instruction from here to the last store is on the chain from SM to SM.
+    const u32* const part_of_x = packets + (P::SHARES > 1 ? c.rank * (P::K / 2) : 0) + piece * (P::STAGED_K / 2);
+    const auto source = [&](const I& item) {
+        const u32 k = item.within * ITEM + c.lane * PACKET;
+        return part_of_x + item.column * (P::K * P::SHARES / 2) + (I::WHOLE ? k : min(k, u32(P::STAGED_K - PACKET))) / 2;
+    };
+    constexpr int AT_ONCE = I::AT_ONCE;
+    I item(c.warp);
+#pragma unroll 1
+    while (item.left()) {
+        uint4 w[AT_ONCE];
+        Watchdog watchdog;
+        while (true) {
+            bool ready = true;
+            I at = item;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++, at.next())
+                if (i == 0 || I::FULL || at.left()) w[i] = load_words4(source(at));
+            at = item;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++, at.next())
+                ready &= (i > 0 && !I::FULL && !at.left()) || fresh(w[i], epoch);
+            if (__all_sync(ALL_LANES, ready)) break;
+            watchdog.tick(where);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++, item.next())
+            if (i == 0 || I::FULL || item.left())
+                put_packet<P>(c, w[i], item.inside(c.lane), item.column, item.within);
+        if constexpr (AT_ONCE == I::ROUNDS) break;
+    }
+    if constexpr (BY_SLICE<P>) sync_staged<P>(c);
+    if (norm_column < COLUMNS) {
+        Watchdog watchdog;
+        while (true) {
+            bool ready = true;
+#pragma unroll
+            for (int i = 0; i < SQUARES; i++) ready &= fresh(square[i], epoch);
+            if (__all_sync(ALL_LANES, ready)) break;
+#pragma unroll
+            for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
+            watchdog.tick(where);
+        }
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SQUARES; i++)
+            if (c.lane + 32 * i < HIDDEN / TILE_ROWS) sum += value_of(square[i]);
+        sum = warp_sum(sum);
+        if (c.lane == 0) factors[norm_column] = inverse_rms(sum);
+    }
+    if constexpr (!BY_SLICE<P>) sync_staged<P>(c);
+}
+
+// N (1, 2, 4 or 8; k a multiple of N) consecutive channels of a token's embedding, from the matrix as it is packed.
+template <int N>
+__device__ __forceinline__ void embedding(const Parameters& p, int token, int k, float (&v)[N]) {
+    const size_t at = size_t(token) * HIDDEN + k;
+    if constexpr (EMBED_FORMAT == BF16) {
+#pragma unroll
+        for (int e = 0; e < N; e++) v[e] = from_bf16(__ldg(static_cast<const u16*>(p.embed_q) + at + e));
+    } else {
+        const size_t group = size_t(token) * (HIDDEN / EMBED_GROUP) + k / EMBED_GROUP;
+        const float scale = from_half(__ldg(p.embed_scale + group));
+        if constexpr (EMBED_FORMAT == INT8) {
+#pragma unroll
+            for (int e = 0; e < N; e++) v[e] = float(__ldg(static_cast<const signed char*>(p.embed_q) + at + e)) * scale;
+        } else {
+            const u32 word = __ldg(static_cast<const u32*>(p.embed_q) + at / 8) >> (k % 8 * 4);
+            const float minimum = EMBED_FORMAT == INT4 ? -8.0f * scale : from_half(__ldg(p.embed_minimum + group));
+#pragma unroll
+            for (int e = 0; e < N; e++) v[e] = float(word >> (4 * e) & 15) * scale + minimum;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] *= EMBEDDING_MULTIPLIER;
+}
+
+// Layer 0's input: every SM embeds the tokens itself, token_at(column). norm: its weights. The squares of each item come to
+// c.s.squares.
+template <class P, class TokenAt>
+__device__ __forceinline__ void stage_embedding(const Context& c, const float* norm, TokenAt token_at) {
+    using I = Items<P>;
+#pragma unroll 1
+    for (int item = c.warp; item < P::SHARES * I::PER_COLUMN * COLUMNS; item += WARPS) {
+        const int column = item / (P::SHARES * I::PER_COLUMN), nth = item % (P::SHARES * I::PER_COLUMN);
+        const int share = nth / I::PER_COLUMN, within = nth % I::PER_COLUMN, in_share = within * ITEM + c.lane * PACKET;
+        const int k = share * P::K + in_share;
+        const bool inside = in_share < P::K;
+        float v[PACKET] = {}, squares = 0.0f;
+        if (inside) embedding(c.p, token_at(column), k, v);
+#pragma unroll
+        for (int e = 0; e < PACKET; e++) {
+            squares += v[e] * v[e];
+            if (inside) v[e] *= __ldg(norm + k + e);
+        }
+        if (P::SHARES == 1 || share == c.rank) put_values<P>(c, v, inside, column, within);
+        squares = warp_sum(squares);
+        if (c.lane == 0) c.s.squares[column][nth] = squares;
+    }
+    c.sync();
+}
+
+// What stage_packets does with the squares that it receives, for those of stage_embedding; when every warp has staged.
+__device__ __forceinline__ void norm_of_embedding(const Context& c, float* factors) {
+    const int column = WARPS - 1 - c.warp;
+    if (column >= COLUMNS) return;
+    const float sum = warp_sum(c.lane < SQUARE_ITEMS ? c.s.squares[column][c.lane] : 0.0f);
+    if (c.lane == 0) factors[column] = inverse_rms(sum);
+}
