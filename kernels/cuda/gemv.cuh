@@ -4,7 +4,9 @@
 // a lane holds rows g and g + 8 of 16 channels of each block: 8t .. 8t + 7 of the first 32, and of the other 32.
 //
 //     int4:  | block 0: 32 lanes x 16 bytes | block 1 | ... | scales: g x group x {row g, row g + 8} fp16 | minima |
-//            byte i of a lane: channel i of row g in the low nibble, of row g + 8 in the high nibble
+//            byte i of a lane: channel i of row g in the low nibble, of row g + 8 in the high nibble. With H, half of an
+//            even number of blocks, blocks p and p + H share their places, word by word of a lane:
+//            | p: 0, p + H: 0, p: 2, p + H: 2 | in the place of block p, | p: 1, p + H: 1, p: 3, p + H: 3 | in that of p + H
 //     int8:  a block is 32 lanes x 16 bytes of rows g, then 32 lanes x 16 bytes of rows g + 8
 //     bf16:  a block is 4 x 32 lanes x 16 bytes: rows g (first 32 channels, the rest), then rows g + 8; no scales
 //
@@ -41,36 +43,38 @@ struct Products {
     float low[TOKEN_TILES], high[TOKEN_TILES];  // of token 4 * tile + t: row g, row g + 8
 };
 
-// For one token, whose parts are two of the product's eight columns, a quad of words is an operand as it stands: what would
-// be rows g + 8 are other channels of row g, and meet x in columns 2 and 3. One product of the words as they are, one of
-// their low nibbles: half the masks, and half of x.
+// For one token, whose parts are two of the product's eight columns, a lane's four words of int4 are an operand as they
+// stand: where rows g + 8 would be, row g of block p + H meets x in columns 2 and 3. One product of the words as they are,
+// one of their low nibbles: half the masks, and half of x. An even lane's columns then have to do with the groups of the
+// unit's first half only, an odd one's with those of the second.
 template <class P>
-constexpr bool WHOLE_QUADS = COLUMNS == 1 && P::IS_INT4 && P::GROUP >= 64 && P::UNIT_BLOCKS % 2 == 0;
+constexpr bool WHOLE_WORDS = COLUMNS == 1 && P::IS_INT4 && P::GROUP >= 64 && P::UNIT_GROUPS % 2 == 0;
 
 // What one unit's channels of x are, in registers.
 template <class P>
 struct UnitInput {
-    static constexpr int GROUPS = P::UNIT_GROUPS > 0 ? P::UNIT_GROUPS : 1;
-    static constexpr int PIECES = P::UNIT_BLOCKS * (P::X_BLOCK / 64) / (WHOLE_QUADS<P> ? 2 : 1);
-    static constexpr int PIECE_BYTES = WHOLE_QUADS<P> ? 128 : 64;
+    static constexpr int GROUPS = P::FORMAT == BF16 ? 1 : P::UNIT_GROUPS / (WHOLE_WORDS<P> ? 2 : 1);  // of a lane
+    static constexpr int PIECES = P::UNIT_BLOCKS * (P::X_BLOCK / 64) / (WHOLE_WORDS<P> ? 2 : 1);
     uint4 x[TOKEN_TILES][PIECES];
     Words<2 * GROUPS> groups[TOKEN_TILES];
 
     // first_block: of x, where the unit with k = 0 begins.
     __device__ __forceinline__ void load(const Context& c, int first_block, int k) {
-        const int t = WHOLE_QUADS<P> ? 0 : c.lane % 4;
-        const GroupOfX* const of_x = &c.s.x[t][first_block * 64 / P::GROUP + k * (P::UNIT_BLOCKS * 64 / P::GROUP)];
+        const int t = WHOLE_WORDS<P> ? 0 : c.lane % 4, first_group = WHOLE_WORDS<P> ? c.lane % 2 * GROUPS : 0;
+        const GroupOfX* const of_x =
+            &c.s.x[t][first_block * 64 / P::GROUP + k * (P::UNIT_BLOCKS * 64 / P::GROUP) + first_group];
 #pragma unroll
         for (int n = 0; n < TOKEN_TILES; n++) {
             // The row of x that this lane names to load_matrices. Columns without a token repeat others: what they come to
             // is not looked at.
             u32 row = shared_address(c.arena) + (first_block + k * P::UNIT_BLOCKS) * P::X_BLOCK;
-            if constexpr (WHOLE_QUADS<P>)
-                row += c.lane % 2 * P::X_STRIDE + c.lane / 2 % 2 * 16 + c.lane / 8 * 32;
+            if constexpr (WHOLE_WORDS<P>)  // for the words x and z of both blocks, then for y and w
+                row += c.lane % 2 * P::X_STRIDE + c.lane / 2 % 2 * (PIECES * P::X_BLOCK) + c.lane / 8 % 2 * 32 +
+                       c.lane / 16 * 16;
             else
                 row += (n * 8 + c.lane % (2 * min(4, COLUMNS - 4 * n))) * P::X_STRIDE + c.lane / 8 * 16;
 #pragma unroll
-            for (int b = 0; b < PIECES; b++) x[n][b] = load_matrices(row + b * PIECE_BYTES);
+            for (int b = 0; b < PIECES; b++) x[n][b] = load_matrices(row + b * 64);
             if constexpr (P::FORMAT != BF16) groups[n].load(reinterpret_cast<const u8*>(of_x + n * 4 * MOST_GROUPS));
         }
     }
@@ -85,13 +89,21 @@ struct Operands {
     uint4 w[LOADS];
     Words<GROUPS> scales, minima;
 
+    // Word i of a lane's four of an int4 block.
+    __device__ __forceinline__ u32 word_of(int block, int i) const {
+        constexpr int H = P::UNIT_BLOCKS / 2;
+        if constexpr (P::UNIT_BLOCKS % 2 == 1) return component(w[block], i);
+        return component(w[block % H + i % 2 * H], i / 2 * 2 + block / H);
+    }
+
     __device__ __forceinline__ void load(const u8* unit, int lane) {
 #pragma unroll
         for (int i = 0; i < LOADS; i++) w[i] = *reinterpret_cast<const uint4*>(unit + i * 512 + lane * 16);
         if constexpr (P::FORMAT != BF16) {
-            const u8* const at = unit + P::VALUE_BYTES + lane / 4 * GROUPS * 4;
+            const int first_group = WHOLE_WORDS<P> ? lane % 2 * GROUPS : 0;
+            const u8* const at = unit + P::VALUE_BYTES + (lane / 4 * P::UNIT_GROUPS + first_group) * 4;
             scales.load(at);
-            if constexpr (P::FORMAT == INT4_ASYMMETRIC) minima.load(at + GROUPS * 32);
+            if constexpr (P::FORMAT == INT4_ASYMMETRIC) minima.load(at + P::UNIT_GROUPS * 32);
         }
     }
 
@@ -101,8 +113,8 @@ struct Operands {
         for (int n = 0; n < TOKEN_TILES; n++) {
             if constexpr (P::FORMAT == BF16)
                 multiply_bf16(input.x[n], out.low[n], out.high[n]);
-            else if constexpr (WHOLE_QUADS<P>)
-                multiply_quads(input.x[n], input.groups[n], out.low[n], out.high[n], lane);
+            else if constexpr (WHOLE_WORDS<P>)
+                multiply_words(input.x[n], input.groups[n], out.low[n], out.high[n], lane);
             else
                 multiply_integers(input.x[n], input.groups[n], out.low[n], out.high[n]);
         }
@@ -110,6 +122,10 @@ struct Operands {
     }
 
    private:
+    __device__ __forceinline__ static u32 component(const uint4& v, int i) {
+        return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+    }
+
     __device__ __forceinline__ void multiply_bf16(const uint4 (&xs)[PIECES], float& low, float& high) const {
         float acc[2][4] = {};
 #pragma unroll
@@ -125,11 +141,11 @@ struct Operands {
     }
 
     // Adds one group's share of row g to low, of row g + 8 to high. low_sum, high_sum: their fixed-point sums, the second
-    // 16 times too large for int4. with_sum: whether this lane adds what the sum of x stands for (zero points, minima).
-    __device__ __forceinline__ void add_group(int i, const Words<2 * GROUPS>& groups, int low_sum, int high_sum,
-                                              bool with_sum, float& low, float& high) const {
+    // 16 times too large for int4.
+    __device__ __forceinline__ void add_group(int i, const Words<2 * GROUPS>& groups, int low_sum, int high_sum, float& low,
+                                              float& high) const {
         const float x_scale = __uint_as_float(groups.w[2 * i]);
-        const int sum = with_sum ? int(groups.w[2 * i + 1]) : 0;
+        const int sum = int(groups.w[2 * i + 1]);
         const int zero = P::FORMAT == INT4 ? sum : 0;  // -8 times the sum of x
         low += float(low_sum + zero) * (from_half(u16(scales.w[i])) * x_scale);
         high += float(high_sum + zero * 16) *
@@ -152,7 +168,7 @@ struct Operands {
                 const uint4 v = xs[k / 2];
                 const u32 b0 = k % 2 ? v.z : v.x, b1 = k % 2 ? v.w : v.y;
                 if constexpr (P::IS_INT4) {
-                    const u32 a = k % 2 ? w[k / 2].z : w[k / 2].x, b = k % 2 ? w[k / 2].w : w[k / 2].y;
+                    const u32 a = word_of(k / 2, k % 2 * 2), b = word_of(k / 2, k % 2 * 2 + 1);
                     mma_u8(acc, a & 0x0f0f0f0fu, a & 0xf0f0f0f0u, b & 0x0f0f0f0fu, b & 0xf0f0f0f0u, b0, b1,
                            k == i * STEPS);
                 } else {
@@ -161,30 +177,31 @@ struct Operands {
                            k == i * STEPS);
                 }
             }
-            add_group(i, groups, acc[0] * 256 + acc[1], acc[2] * 256 + acc[3], true, low, high);
+            add_group(i, groups, acc[0] * 256 + acc[1], acc[2] * 256 + acc[3], low, high);
         }
     }
 
-    // Lanes t = 0 have half of the channels (columns 0, 1), lanes t = 1 the others (columns 2, 3), the rest repeat them.
-    __device__ __forceinline__ void multiply_quads(const uint4 (&xs)[PIECES], const Words<2 * GROUPS>& groups, float& low,
+    // Even lanes have the unit's first half (columns 0, 1), odd ones its second (columns 2, 3).
+    __device__ __forceinline__ void multiply_words(const uint4 (&xs)[PIECES], const Words<2 * GROUPS>& groups, float& low,
                                                    float& high, int lane) const {
         low = high = 0.0f;
         const bool other = lane & 1;
-        constexpr int QUADS = P::UNIT_BLOCKS / GROUPS;
+        constexpr u32 LOW = 0x0f0f0f0fu;
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
             int all[4], nibbles[4];
 #pragma unroll
-            for (int q = i * QUADS; q < (i + 1) * QUADS; q++) {
-                const uint4 a = w[q], v = xs[q / 2];
-                const u32 b0 = q % 2 ? v.z : v.x, b1 = q % 2 ? v.w : v.y;
-                mma_u8(all, a.x, a.y, a.z, a.w, b0, b1, q == i * QUADS);
-                mma_u8(nibbles, a.x & 0x0f0f0f0fu, a.y & 0x0f0f0f0fu, a.z & 0x0f0f0f0fu, a.w & 0x0f0f0f0fu, b0, b1,
-                       q == i * QUADS);
+            for (int q = i * (PIECES / GROUPS); q < (i + 1) * (PIECES / GROUPS); q++) {
+                const uint4 a = w[q], b = w[q + PIECES], v = xs[q];
+                const bool first = q == i * (PIECES / GROUPS);
+                mma_u8(all, a.x, a.y, a.z, a.w, v.x, v.y, first);
+                mma_u8(nibbles, a.x & LOW, a.y & LOW, a.z & LOW, a.w & LOW, v.x, v.y, first);
+                mma_u8(all, b.x, b.y, b.z, b.w, v.z, v.w, false);
+                mma_u8(nibbles, b.x & LOW, b.y & LOW, b.z & LOW, b.w & LOW, v.z, v.w, false);
             }
             const int of_low = other ? nibbles[2] * 256 + nibbles[3] : nibbles[0] * 256 + nibbles[1];
             const int of_both = other ? all[2] * 256 + all[3] : all[0] * 256 + all[1];
-            add_group(i, groups, of_low, of_both - of_low, !other, low, high);
+            add_group(i, groups, of_low, of_both - of_low, low, high);
         }
         low += __shfl_xor_sync(ALL_LANES, low, 1);
         high += __shfl_xor_sync(ALL_LANES, high, 1);

@@ -142,6 +142,20 @@ struct LaneUnit {
                 if (FORMAT == WEIGHT_INT4_ASYMMETRIC) minimum[b][half] = scales[8 * groups + group];
             }
         }
+        if (FORMAT == WEIGHT_INT4 || FORMAT == WEIGHT_INT4_ASYMMETRIC) {
+            if (tiles.unit_blocks == 2) {
+                separate(q[0][0], q[1 % MOST_BLOCKS][0]);
+            } else if (tiles.unit_blocks == 4) {
+                separate(q[0][0], q[2 % MOST_BLOCKS][0]);
+                separate(q[1 % MOST_BLOCKS][0], q[3 % MOST_BLOCKS][0]);
+            }
+        }
+    }
+
+    // Two int4 blocks that share their places, word by word.
+    __device__ __forceinline__ static void separate(uint4& a, uint4& b) {
+        const uint4 first = make_uint4(a.x, b.x, a.z, b.z), second = make_uint4(a.y, b.y, a.w, b.w);
+        a = first, b = second;
     }
 
     // Eight channels of block b: of its first or other `half`, of row g or (high) row g + 8.

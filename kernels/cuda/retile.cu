@@ -43,8 +43,13 @@ extern "C" __global__ void retile(const __grid_constant__ Retile r) {
     const int first_block = blockIdx.y * r.unit_blocks;
     const int block_bytes = r.bits * 128;  // 16 x 64 values
     for (int i = threadIdx.x; i < r.unit_blocks * block_bytes / 4; i += blockDim.x) {
-        const int block = i / (block_bytes / 4), within = i % (block_bytes / 4);
-        const int piece = within / 128, lane = within % 128 / 4, word = within % 4;  // 32 lanes x 4 words
+        const int within = i % (block_bytes / 4), half = r.unit_blocks / 2;
+        const int piece = within / 128, lane = within % 128 / 4;  // 32 lanes x 4 words
+        int block = i / (block_bytes / 4), word = within % 4;
+        if (r.bits == 4 && r.unit_blocks % 2 == 0) {  // two blocks share their places, word by word
+            const int odd = block / half, second = word % 2;
+            block = block % half + second * half, word = word / 2 * 2 + odd;
+        }
         const int g = lane / 4, t = lane % 4, base = (first_block + block) * 64;
         const auto row_of = [&](bool high) { return (high ? r.high_row : r.low_row) + tile * r.rows_per_tile + g; };
         u32 value = 0;

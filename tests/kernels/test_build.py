@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from kernels.build import ARCHITECTURES, CompileError, architecture, compile_cubin, parse_ptxas, sources_of
+from kernels.build import (
+    ARCHITECTURES,
+    CUDA_DIRECTORY,
+    CompileError,
+    architecture,
+    compile_cubin,
+    parse_ptxas,
+    sources_of,
+)
 
 SOURCE = """
 #include "helper.cuh"
@@ -36,6 +45,12 @@ def test_compiles_for_every_architecture_without_a_gpu(source: Path, arch: str):
     assert report.registers > 0
     assert report.shared == 32 * 4
     assert report.spills == 0
+
+
+@pytest.mark.parametrize("source", sorted(CUDA_DIRECTORY.rglob("*.cu*")), ids=lambda path: path.name)
+def test_every_nvrtc_of_cuda_13_takes_the_sources(source: Path):
+    """13.0 takes a lambda with an `auto` parameter for a host's function and refuses it; 13.5, used here, does not."""
+    assert not re.search(r"\]\s*\([^()]*\bauto\b[^()]*\)", source.read_text())
 
 
 def test_a_second_compilation_comes_from_the_cache(source: Path, tmp_path: Path):

@@ -206,13 +206,14 @@ SHAPES = {
         (small(192, 3, 3, 64, 384), "bf16", 0, None, 1, 3),
         (small(128, 2, 1, 64, 192), "int4", 64, None, 1, 18),  # most SMs have no tiles of o and down
         (small(576, 9, 3, 64, 640), "int4_asymmetric", 32, ("int8", 32), 8, 5),  # warps stage twice; a part of an item
-        (small(512, 8, 2, 64, 1024, layers=1), "int4_asymmetric", 64, None, 1, 3),  # whole quads of int4 at once
+        (small(512, 8, 2, 64, 1024, layers=1), "int4_asymmetric", 64, None, 1, 3),  # whole words of int4 at once
     ],
     2: [  # SMs to a tile: pairs
         (small(256, 4, 2, 64, 512), "int4", 128, None, 4, 4),
         (small(384, 6, 3, 64, 640, qk_norm=True), "int4_asymmetric", 32, ("int8", 32), 8, 6),  # parts of an item
         (small(128, 2, 1, 64, 4352, layers=1), "bf16", 0, None, 1, 4),  # two chunks of down
-        (small(256, 4, 2, 64, 512), "int4", 128, None, 1, 4),  # whole quads
+        (small(512, 8, 2, 64, 512), "int4", 128, None, 1, 4),  # whole words
+        (small(256, 4, 2, 64, 512), "int4", 128, None, 1, 4),  # units of one group
         (small(512, 2, 2, 256, 1024, layers=1), "int8", 64, None, 2, 4),  # four warps share a block's values
         # In the first two pairs, whose tile of o is one, the second SM keeps no rows of the residual.
         (small(128, 2, 1, 64, 256, layers=1), "int4", 64, None, 2, 10),
@@ -257,9 +258,13 @@ def test_the_order_of_the_warps_changes_nothing(tmp_path: Path, kind: str, head,
         assert torch.equal(gpu.step(tokens, 0, order), first), order
 
 
-@pytest.mark.parametrize(("head_dim", "columns", "sms"), [(256, 8, 6), (128, 1, 10)])
-def test_more_splits_than_a_warp_merges_at_once(tmp_path: Path, head_dim: int, columns: int, sms: int):
-    dims, context = small(128, 2, 1, head_dim, 128, layers=1), 16 * sms
+@pytest.mark.parametrize(
+    ("hidden", "head_dim", "columns", "sms"),
+    [(128, 256, 8, 6), (128, 128, 1, 10), (512, 64, 1, 12), (512, 128, 1, 12)],  # the last two: items of several heads
+)
+def test_more_splits_than_a_warp_merges_at_once(tmp_path: Path, hidden: int, head_dim: int, columns: int, sms: int):
+    heads = hidden // head_dim if hidden > 128 else 2
+    dims, context = small(hidden, heads, 1, head_dim, 128, layers=1), 16 * sms
     gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 64), columns, sms, context, {"BLOCKS_PER_SPLIT": 1})
     truth, tokens = Reference(gpu.model, context), [(7 * i * i + i) % 290 for i in range(context)]
     truth.step(tokens[: context - columns], 0)

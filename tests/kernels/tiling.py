@@ -97,7 +97,12 @@ def tile_units(rows: Mapping[str, np.ndarray], tile: int, phase: Phase) -> list[
         if phase.format.startswith("int4"):
             # block, g, t, half, channel: low nibbles of row g, high nibbles of row g + 8
             both = lanes.transpose(0, 2, 1, 4, 3, 5)
-            unit = (both[0] | both[1] << 4).tobytes()
+            words = np.ascontiguousarray(both[0] | both[1] << 4).reshape(phase.unit_blocks, 32, 16).view(np.uint32)
+            if phase.unit_blocks % 2 == 0:  # blocks p and p + H share their places, word by word
+                p, h = np.split(words, 2)
+                even, odd = (np.stack([p[..., i], h[..., i], p[..., i + 2], h[..., i + 2]], -1) for i in (0, 1))
+                words = np.concatenate([even, odd])
+            unit = words.tobytes()
         elif phase.format == "int8":
             unit = lanes.transpose(2, 0, 1, 4, 3, 5).tobytes()  # block, row half, g, t, half, channel
         else:
