@@ -139,9 +139,9 @@ __device__ __forceinline__ void receive_heads(const Context& c, const KeyShare& 
                 }
                 if (kind == 0) a[e] *= ATTENTION_MULTIPLIER * LOG2_E, b[e] *= ATTENTION_MULTIPLIER * LOG2_E;
             }
-            // Saturated, a query's two parts at twice fp16's largest. Of a small one they lose up to 2^-25, and a score up to
-            // that times the sum of its key's magnitudes: 1e-5 for 64 of 5. As the softmax looks at differences of scores,
-            // not at ratios, small queries need no scale of their own.
+            // Saturated, a query's two parts at twice fp16's largest. Of a small one they lose up to 2^-25, and a score up
+            // to that times the sum of its key's magnitudes: 1e-5 for 64 of 5. As the softmax looks at differences of
+            // scores, not at ratios, small queries need no scale of their own.
             const u32 first_half = to_half2(a[0], a[1]), other_half = to_half2(b[0], b[1]);
             if (kind == 0) {
                 u8* const high = arena.queries[row / 8][0];

@@ -50,7 +50,8 @@ def tests(packed: str | None, out: Path, expression: str | None) -> bool:
     if importlib.util.find_spec("xdist"):  # most of the time is compiling, and that runs side by side
         command += ["-n", str(min(8, os.cpu_count() or 1))]
     command += [] if packed else ["--ignore=tests/gpu/test_smollm2.py"]
-    environment = {"FLINT_TEST_PACKED": packed} if packed else {}
+    environment = {"FLINT_TEST_FAILURES": str(out / "failures.txt")}
+    environment |= {"FLINT_TEST_PACKED": packed} if packed else {}
     good, output = run("pytest tests/gpu", command, MINUTES["tests"], **environment)
     (out / "tests-gpu.log").write_text(output)
     if not good:

@@ -19,6 +19,14 @@ from tests.gpu.models import RandomModel
 Opener = Callable[..., CudaBackend]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Failures at once, to the file FLINT_TEST_FAILURES: a run that is cut short still says what failed, and why."""
+    path = os.environ.get("FLINT_TEST_FAILURES")
+    if path and report.failed:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> Gpu:
     try:
