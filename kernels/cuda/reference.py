@@ -191,8 +191,8 @@ def draw(logits: torch.Tensor, sampling: Any, history: Sequence[int]) -> tuple[i
     """The id that `sampling` (a megakernel.DeviceSampling) chooses after `history`, and how close a call it was.
 
     The least distance of what decided it tells rounding from error: to the next id, in units of the whole probability
-    (greedy: of logits), and to those sets of candidates, one more or less or another at the end, from which another id
-    would be chosen: in logits (top-k), of the probability (top-p) or of the largest one (min-p).
+    (greedy: of logits), and to those sets of candidates from which another id would be chosen: with another one at the
+    end, in logits, or with one more or less, of the probability (top-p) or of the largest one (min-p).
     """
     z = logits.double().cpu().clone()
     if sampling.repeat_penalty != 1.0:
@@ -204,29 +204,32 @@ def draw(logits: torch.Tensor, sampling: Any, history: Sequence[int]) -> tuple[i
     order = torch.argsort(-z, stable=True)  # descending, the lower id first
     u = torch.tensor(uniform(sampling.seed, len(history)), dtype=torch.float64)
 
-    def choose(swapped: bool = False, p: int = 0, least: int = 0) -> tuple[int, float, float]:
+    def choose(swapped: str = "", p: int = 0, least: int = 0) -> tuple[int, float, float]:
         """The id, u's distance to an edge of an id, and the gap of the border that was moved, where one was.
 
-        swapped: top-k's last candidate and the first one dropped change places. p, least: so many more candidates
-        within top-p, within min-p.
+        swapped: of "k" or "p", whose last candidate and the first one dropped change places. p, least: so many more
+        candidates within top-p, within min-p.
         """
         keep, gap = order[: sampling.top_k or None], 0.0
-        if swapped and len(keep) < len(order):
+        if swapped == "k" and len(keep) < len(order):
             gap = float(z[keep[-1]] - z[order[len(keep)]])
             keep = torch.cat((keep[:-1], order[len(keep), None]))
         weight = torch.exp((z[keep] - z.max()) / sampling.temperature)
         if sampling.top_p < 1:
             running = weight.cumsum(0)
-            inside = int(torch.searchsorted(running, sampling.top_p * running[-1])) + 1
-            count = min(max(inside + p, 1), len(keep))
+            most = int(torch.searchsorted(running, sampling.top_p * running[-1])) + 1
+            count = min(max(most + p, 1), len(keep))
             if p:
-                gap = float((running[min(inside, count) - 1] / running[-1] - sampling.top_p).abs())
-            keep, weight = keep[:count], weight[:count]
+                gap = float((running[min(most, count) - 1] / running[-1] - sampling.top_p).abs())
+            inside = torch.arange(count)
+            if swapped == "p" and count < len(keep):
+                gap, inside[-1] = float(z[keep[count - 1]] - z[keep[count]]), count
+            keep, weight = keep[inside], weight[inside]
         if sampling.min_p > 0:
-            inside = int((weight >= sampling.min_p).sum())
-            count = min(max(inside + least, 1), len(keep))
+            most = int((weight >= sampling.min_p).sum())
+            count = min(max(most + least, 1), len(keep))
             if least:
-                gap = float((weight[max(inside, count) - 1] - sampling.min_p).abs())
+                gap = float((weight[max(most, count) - 1] - sampling.min_p).abs())
             keep, weight = keep[:count], weight[:count]
         keep, position = keep.sort()
         running = weight[position].cumsum(0) / weight.sum()
@@ -235,5 +238,5 @@ def draw(logits: torch.Tensor, sampling: Any, history: Sequence[int]) -> tuple[i
         return int(keep[i]), float((edges - u).abs().min()), gap
 
     chosen, distance, _ = choose()
-    moved = [choose(swapped=True), choose(p=1), choose(p=-1), choose(least=1), choose(least=-1)]
+    moved = [choose("k"), choose("p"), choose(p=1), choose(p=-1), choose(least=1), choose(least=-1)]
     return chosen, min([distance, *(gap for other, _, gap in moved if other != chosen)])

@@ -13,6 +13,7 @@ from kernels.cuda.reference import draw, uniform
 NEAR = 1e-6
 BORDERS = {  # of ids with probabilities 0.5, 0.3 and 0.2: the sampling, and the logits of what the border cuts
     "top-k": ({"top_k": 2}, (0.5, 0.3, 0.3 * (1 - NEAR))),
+    "top-p, another": ({"top_p": 0.6}, (0.5, 0.3, 0.3 * (1 - NEAR))),
     "top-p, one less": ({"top_p": 0.8 + NEAR}, (0.5, 0.3, 0.2)),
     "top-p, one more": ({"top_p": 0.8 - NEAR}, (0.5, 0.3, 0.2)),
     "min-p, one less": ({"min_p": 0.4 - NEAR}, (0.5, 0.3, 0.2)),
