@@ -133,10 +133,21 @@ def test_what_a_slot_held_before_has_come_when_a_warp_looks_at_it(shape: str, co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [1, 8])
-def test_granite_3bs_kernel_compiles(columns: int):
+@pytest.mark.parametrize(
+    ("shape", "arch", "columns", "most"),  # NVRTC 13.5 spills 0, 108, 8, 52 and 4 bytes; 13.0 no more
+    [
+        ("granite-3b", "sm_90a", 1, 16),
+        ("granite-3b", "sm_100a", 1, 128),
+        ("qwen3-1.7b", "sm_90a", 1, 16),  # heads of 128
+        ("llama-3.2-3b", "sm_90a", 1, 64),  # the same, and units whose place in K changes
+        ("granite-3b", "sm_90a", 8, 32),
+    ],
+)
+def test_larger_models_kernels_compile(shape: str, arch: str, columns: int, most: int, record_property):
     int4 = Storage("int4", 128)
-    plan = plan_for(config_of("granite-3b"), "sm_90a", columns, int4, int4)
-    cubin = compile_cubin(CUDA_DIRECTORY / "megakernel.cu", arch="sm_90a", defines=plan.constants)
-    # NVRTC 13.0 spills 56 bytes of the 1,024-thread kernel's 112 registers, 13.5 40: not in the inner loop.
-    assert cubin.report("megakernel").spills <= (64 if columns == 1 else 256)
+    plan = plan_for(config_of(shape), arch, columns, int4, int4)
+    cubin = compile_cubin(CUDA_DIRECTORY / "megakernel.cu", arch=arch, defines=plan.constants)
+    spills = cubin.report("megakernel").spills
+    record_property("spills", spills)
+    print(f"{shape}, {arch}, {columns} columns: {spills} bytes of spills")
+    assert spills <= most

@@ -10,6 +10,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kernels.cuda.kv_layout import KV_LARGEST, cache_shape, pack_keys, pack_valu
 from kernels.cuda.loading import DRAFT_NORMS, sm_tiles_of
 from kernels.cuda.megakernel import DeviceSampling, _Parameters
 from kernels.cuda.phases import KernelDims, plan_drafter
+from kernels.cuda.plan import KV_BLOCK
 from kernels.cuda.reference import RandomModel, Reference, draw, random_model
 from kernels.cuda.token_ring import TOKEN_ENTRY, Step, read_entries
 from tests.fake_cuda import LIBRARY_FLAGS
@@ -52,13 +54,14 @@ class EmulatedGpu:
         tuning: dict[str, int] | None = None,
         drafter: DraftHead | None = None,
         adjust: Callable[[RandomModel], None] = lambda model: None,
+        shared_limit: int = SHARED_LIMIT,
     ) -> None:
         self.dims, self.columns, self.drafter = dims, columns, drafter
         self.model = random_model(dims, case.kind, case.group, head=case.head, seed=3)
         adjust(self.model)
-        shares = self.shares = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning).phases["o"].shares
+        shares = self.shares = plan_of(dims, case, sms, shared_limit, columns, tuning).phases["o"].shares
         drafting = plan_drafter(dims, drafter.dims, drafter.matrices, sms, shares) if drafter else None
-        self.plan = plan_of(dims, case, sms, SHARED_LIMIT, columns, tuning, drafting)
+        self.plan = plan_of(dims, case, sms, shared_limit, columns, tuning, drafting)
         defines = [f"-D{name}={value}" for name, value in self.plan.constants.items()]
         library = build / "megakernel.so"
         flags = ["-std=c++17", "-O1", *LIBRARY_FLAGS, "-w", f"-I{HERE}", *defines]
@@ -266,17 +269,105 @@ def test_more_splits_than_a_warp_merges_at_once(tmp_path: Path, hidden: int, hea
     heads = hidden // head_dim if hidden > 128 else 2
     dims, context = small(hidden, heads, 1, head_dim, 128, layers=1), 16 * sms
     gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 64), columns, sms, context, {"BLOCKS_PER_SPLIT": 1})
-    truth, tokens = Reference(gpu.model, context), [(7 * i * i + i) % 290 for i in range(context)]
+    truth, tokens = Reference(gpu.model, context), some_tokens(context)
     truth.step(tokens[: context - columns], 0)
     for position in (16, context - columns):  # two splits, and one on every SM
-        gpu._cache[:] = float("nan")
-        for part, pack in ((truth.keys, pack_keys), (truth.values, pack_values)):
-            known = part.clone()
-            known[:, :, position:] = float("nan")
-            gpu._cache[:, :, :sms, int(pack is pack_values)] = pack(known).half()
+        remember(gpu, truth, position)
         new = tokens[position : position + columns]
         logits, expected = gpu.step(new, position), truth.step(new, position)[0]
         assert (logits - expected).norm() < TOLERANCE * expected.norm(), position
+
+
+def some_tokens(count: int) -> list[int]:
+    return [(7 * i * i + i) % 290 for i in range(count)]
+
+
+def remember(gpu: EmulatedGpu, truth: Reference, count: int) -> None:
+    """Fills the cache with the reference's keys and values of the first `count` positions, and with NaN after them."""
+    gpu._cache[:] = float("nan")
+    for part, pack in ((truth.keys, pack_keys), (truth.values, pack_values)):
+        known = part.clone()
+        known[:, :, count:] = float("nan")
+        gpu._cache[:, :, : part.shape[2] // KV_BLOCK, int(pack is pack_values)] = pack(known).half()
+
+
+@pytest.fixture(scope="module")
+def replying(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    """Two layers of up to ten splits, of one block each; a head that does not repeat the last token."""
+    dims, tuning = replace(small(256, 12, 1, 64, 256), tied_head=False), {"PAIRS": 0, "BLOCKS_PER_SPLIT": 1}
+    case, folder = Case(dims, "int4_asymmetric", 32), tmp_path_factory.mktemp("replying")
+    return EmulatedGpu(folder, dims, case, 1, 10, 160, tuning)
+
+
+@pytest.mark.parametrize(("order", "first"), [(0, 0), (3, 16), (11, 112)])
+def test_a_reply_whose_splits_join_in_one_by_one(replying: EmulatedGpu, order: int, first: int):
+    """Twenty tokens, the first after whole blocks, add two splits. Ids hide much; the last layer's keys do not."""
+    gpu, prompt, count = replying, some_tokens(first + 1), 20
+    truth = Reference(gpu.model, gpu.context)
+    if first:
+        truth.step(prompt[:-1], 0)
+    remember(gpu, truth, first)
+    ids = gpu.stream(prompt, DeviceSampling(), count, order=order, position=first)
+    assert len(ids) == count
+    for position, (token, chosen) in enumerate(zip([prompt[-1], *ids], ids, strict=False), first):
+        logits = truth.step([token], position)[0][0]
+        assert logits.max() - logits[chosen] < TOLERANCE * logits.abs().max(), position
+    new = slice(first, first + count)
+    for part, unpack in ((truth.keys, unpack_keys), (truth.values, unpack_values)):
+        found = unpack(gpu._cache[:, :, :, int(unpack is unpack_values)], gpu.dims.head_dim)[:, :, new].float()
+        assert (found - part[:, :, new]).norm() < TOLERANCE * part[:, :, new].norm()
+
+
+def test_pairs_read_many_long_heads(tmp_path: Path):
+    """Each SM of a pair its own: sixteen heads of 128 dimensions, two to an item; one split, then two."""
+    dims = small(256, 32, 4, 128, 256, layers=1)
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 128), 1, 8, 32, {"BLOCKS_PER_SPLIT": 1})
+    assert gpu.shares == 2
+    truth, tokens = Reference(gpu.model, 32), some_tokens(32)
+    truth.step(tokens[:-1], 0)
+    for position in (0, 16, 30):
+        remember(gpu, truth, position)
+        first, expected = gpu.step([tokens[position]], position), truth.step([tokens[position]], position)[0]
+        assert (first - expected).norm() < TOLERANCE * expected.norm(), position
+        for order in (1, 2):
+            assert torch.equal(gpu.step([tokens[position]], position, order), first), (position, order)
+
+
+@pytest.mark.parametrize(
+    ("inner", "columns", "tuning", "staging"),  # of down: rounds of a warp, at once, as many for all, in whole items
+    [
+        (2624, 8, {"PAIRS": 0}, [8, 3, 0, 0]),  # 3 + 3 + 2; a part of an item, and warps without any
+        (8192, 4, {}, [4, 3, 0, 1]),  # 3 + 1
+        (8192, 2, {"PAIRS": 0}, [4, 3, 0, 1]),  # more items than warps: the second column comes before the next place
+        (8192, 4, {"STAGE_LOADS": 2}, [4, 2, 1, 1]),  # 2 + 2
+        (8192, 2, {}, [2, 2, 1, 1]),
+    ],
+)
+def test_warps_that_stage_several_times(
+    tmp_path: Path, inner: int, columns: int, tuning: dict[str, int], staging: list[int]
+):
+    dims = small(128, 2, 1, 64, inner, layers=1)
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 64), columns, 4, tuning=tuning, shared_limit=232448)
+    found = (ctypes.c_int * 4)()
+    gpu.library.staging_of_down(found)
+    assert list(found) == staging
+    truth, tokens = Reference(gpu.model, 96), some_tokens(columns)
+    logits, expected = gpu.step(tokens, 0), truth.step(tokens, 0)[0]
+    assert (logits - expected).norm() < TOLERANCE * expected.norm()
+    for order in (1, 2):
+        assert torch.equal(gpu.step(tokens, 0, order), logits), order
+
+
+def test_pairs_may_read_copies_of_several_columns(tmp_path: Path):
+    """By default they all read one; here each of the four pairs its own."""
+    dims = small(256, 4, 2, 64, 512)
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 128), 2, 8, tuning={"HOP_COPIES": 4})
+    assert gpu.shares == 2
+    truth, tokens = Reference(gpu.model, 96), some_tokens(2)
+    logits, expected = gpu.step(tokens, 0), truth.step(tokens, 0)[0]
+    assert (logits - expected).norm() < TOLERANCE * expected.norm()
+    for order in (1, 2):
+        assert torch.equal(gpu.step(tokens, 0, order), logits), order
 
 
 DIMS = small(256, 4, 2, 64, 512, layers=1)
