@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,6 +144,9 @@ class FlintApp(App[None]):
         self.push_screen(self.chat)
         # After `fg` the terminal shows the shell's text: everything is painted again.
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
+        if not self.is_headless:
+            with suppress(NotImplementedError, RuntimeError):  # where a loop takes no signals
+                asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminated)
         for problem in self._problems:
             self.notify(f"{problem}\n{problem.hint}", title="Settings", severity="error", markup=False)
         self.call_after_refresh(self.load_model, self._model)
@@ -251,6 +257,11 @@ class FlintApp(App[None]):
 
     async def action_quit(self) -> None:
         self.action_quit_app()
+
+    def _terminated(self) -> None:
+        """SIGTERM: the terminal is given back before the process ends."""
+        self.shut_down()
+        self.exit(return_code=128 + signal.SIGTERM)
 
     def action_suspend(self) -> None:
         self.action_suspend_process()

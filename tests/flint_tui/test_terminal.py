@@ -37,6 +37,20 @@ def state(terminal: Terminal) -> str:
     return Path(f"/proc/{terminal.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "decoding"])
+def test_sigterm_restores_the_terminal(busy: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with fake_app({"rate": 500, "log": str(log)}) as terminal:
+        terminal.wait_for(READY)
+        wait_log(log, "loaded")
+        if busy:
+            terminal.type("go\r")
+            terminal.wait_for("flint strikes steel")
+        os.kill(terminal.process.pid, signal.SIGTERM)
+        assert terminal.wait(LEAVE_S) == 128 + signal.SIGTERM
+        assert terminal.restored
+
+
 @pytest.mark.parametrize("busy", ["decoding", "prefill", "loading", "packing"])
 def test_quitting_while_busy_restores_the_terminal_at_once(busy: str, tmp_path: Path) -> None:
     options = {
