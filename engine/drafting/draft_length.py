@@ -57,6 +57,7 @@ class DraftLength:
         self._decoded = 0.0
         self._paused_for = 0
         self._since_single = 0
+        self._first_tested = self._first_accepted = 0  # first drafts of verify steps, ever
 
     # --- what happened --------------------------------------------------------------------------------------------
 
@@ -89,6 +90,8 @@ class DraftLength:
             acceptance.record(tested, accepted)
             if accepted:
                 acceptance.probe_after = PROBE_AFTER
+        self._first_tested += tested > 0
+        self._first_accepted += accepted > 0
         self._account += (1 + accepted) * self.cost(1) - seconds
 
     # --- what to do -----------------------------------------------------------------------------------------------
@@ -139,12 +142,15 @@ class DraftLength:
         return self._paused_for >= PROBE_AFTER or not self._solvent
 
     def why_paused(self) -> str:
-        """The figures behind a pause, for one line to the user."""
-        lost = "" if self._solvent else f"{-self._account * 1e3:.0f} ms lost in this reply; "
-        return (
-            f"{lost}{self._overall.rate(0):.0%} of first draft tokens accepted, "
-            f"a verify step of two costs {self.cost(2) / self.cost(1):.2f}x a single one"
-        )
+        """What was measured of that behind a pause, for one line to the user; what was only assumed is left out."""
+        known = [] if self._solvent else [f"{-self._account * 1e3:.0f} ms lost in this reply"]
+        if self._first_tested:
+            known.append(f"{self._first_accepted} of {self._first_tested} first draft tokens accepted")
+        else:
+            known.append("no draft has been verified yet")
+        if {1, 2} <= self._costs.keys():
+            known.append(f"a verify step of two costs {self._costs[2] / self._costs[1]:.2f}x a single one")
+        return "; ".join(known)
 
     def _decide(self, acceptance: _Acceptance, available: int, draft_seconds: float) -> int:
         if available < 1:

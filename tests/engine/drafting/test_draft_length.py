@@ -113,7 +113,22 @@ def test_an_expensive_drafter_is_not_even_asked_when_it_loses():
     speed, _ = simulate(flat, lambda evidence, position: 0.1, draft_seconds=0.005, policy=policy)
     assert speed > 0.97
     assert policy.paused
-    assert "of first draft tokens accepted" in policy.why_paused()
+    assert "no draft has been verified yet" in policy.why_paused()
+
+
+def test_the_figures_behind_a_pause_are_measured_ones():
+    policy = DraftLength(8, 7)
+    policy.record_step(1, 0.01)
+    policy.record_draft(1, 0.263)
+    assert policy.paused
+    assert policy.why_paused() == "263 ms lost in this reply; no draft has been verified yet"
+    policy.record_step(2, 0.012)
+    policy.record_verified(0, 1, 0, 0.012)
+    policy.record_verified(0, 2, 1, 0.012)
+    policy.record_verified(0, 2, 2, 0.012)
+    assert policy.why_paused().endswith(
+        "; 2 of 3 first draft tokens accepted; a verify step of two costs 1.20x a single one"
+    )
 
 
 def test_an_expensive_drafter_that_pays_is_used():
