@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.cuda.check import CASES, compile_all, plan_of
-from kernels.cuda.driver import Driver
+from kernels.cuda.driver import driver_or_exit
 from kernels.cuda.phases import KernelDims
 
 MODELS: dict[str, dict[str, int]] = {
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    gpu = driver_or_exit().gpu()
 
     import torch
 
@@ -92,7 +93,6 @@ def main() -> None:
     model = random_model(dims, case.kind, case.group, head=case.head)
     cache = Path(tempfile.gettempdir()) / "flint-cubins"
     rows = []
-    gpu = Driver().gpu()
     variants = [read_tuning(v, options.profile) for v in options.set or [""]]
     columns_wanted = [int(c) for c in options.columns.split(",")]
     compile_all(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.build import architecture, compile_cubin
-from kernels.cuda.driver import BoundLaunch, Driver, Module
+from kernels.cuda.driver import BoundLaunch, Module, driver_or_exit
 from kernels.cuda.megakernel import Megakernel
 from kernels.cuda.phases import KernelDims
 from kernels.cuda.prefill import CHUNK, SOURCE, EmbeddingTable, Prefill
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures to this file")
     options = parser.parse_args()
 
-    driver = Driver()
+    driver = driver_or_exit()
     gpu = driver.gpu()
     cubin = compile_cubin(SOURCE, arch=architecture(gpu.capability))
     module, dims = Module(driver, cubin.code), GRANITE_3B

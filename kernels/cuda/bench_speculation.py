@@ -23,7 +23,7 @@ from typing import Any
 from kernels.cuda.bench import MODELS, measure, read_tuning
 from kernels.cuda.check import CASES, compile_all, plan_of
 from kernels.cuda.drafting import DraftHead
-from kernels.cuda.driver import Driver
+from kernels.cuda.driver import driver_or_exit
 from kernels.cuda.loading import DRAFT_NORMS
 from kernels.cuda.phases import DraftDims, KernelDims, draft_matrix_sizes, plan_drafter
 
@@ -110,7 +110,7 @@ def main() -> None:
     dims = replace(case.dims, vocab=sizes["vocab"], layers=options.layers or sizes["layers"])
     tuning = read_tuning(options.set, False) | {"FORCED_ACCEPTANCE": 1}
     widths = sorted({1, *(int(width) for width in options.widths.split(","))})
-    gpu, cache = Driver().gpu(), Path(tempfile.gettempdir()) / "flint-cubins"
+    gpu, cache = driver_or_exit().gpu(), Path(tempfile.gettempdir()) / "flint-cubins"
     head = random_head(dims) if options.drafter else None
     gpu_of = (dims, case, gpu.sm_count, gpu.shared_per_block)
     shares = plan_of(*gpu_of, 1, tuning, clusters=gpu.clusters).phases["o"].shares

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.cuda.driver import Driver
+from kernels.cuda.driver import driver_or_exit
 from kernels.cuda.kv_layout import pack_keys, pack_values
 from kernels.cuda.phases import KernelDims
 
@@ -282,7 +282,7 @@ def main() -> int:
     options = parser.parse_args()
     tuning = {n: int(v) for n, v in (pair.split("=") for pair in options.set.split(",") if pair)}
     cache = Path(tempfile.gettempdir()) / "flint-cubins"
-    gpu = Driver().gpu()
+    gpu = driver_or_exit().gpu()
     plans = [
         plan_of(
             CASES[name].dims, CASES[name], gpu.sm_count, gpu.shared_per_block, columns, tuning, clusters=gpu.clusters

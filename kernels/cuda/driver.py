@@ -345,6 +345,16 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
+def driver_or_exit() -> Driver:
+    """For a program that measures: the driver; where its GPU cannot be used, the program ends here, in one line."""
+    try:
+        driver = Driver()
+        driver.gpu()
+    except (CudaError, GpuUnavailable) as error:
+        raise SystemExit(f"this runs on an NVIDIA GPU only: {error}") from error
+    return driver
+
+
 def _load_library() -> Any:
     name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     try:

@@ -31,6 +31,7 @@ from engine.bench.conditions import utc_now
 from engine.bench.environment import commit
 from engine.bench.worker import reference_answer, torch_int4_answer
 from engine.bench.workload import prompt_ids
+from engine.errors import BackendError
 from engine.machine.hardware import gpu_bandwidth
 from engine.packed.matrix import Storage
 from engine.packed.model import PackedModel
@@ -125,7 +126,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
-    gpu = find_gpu()
+    try:
+        gpu = find_gpu()
+    except BackendError as error:
+        raise SystemExit(f"this runs on an NVIDIA GPU only: {error}") from error
     length = options.context - options.tokens // 2
     if options.packed:
         model: RandomModel | PackedModel = PackedModel.open(options.packed)
