@@ -13,7 +13,7 @@
 // agreed on by all SMs; that orders the keys it wrote before the next pass' fetch of them, as it does between steps.
 //
 // Hops: fc and each pass count as a layer in the epochs, so the target's buffers serve here, too. Nobody is overtaken
-// from pass to pass, as every SM has a share of the head and of gate and up (plan.py sees to it).
+// from pass to pass, as every SM has a share of the head and of gate and up (phases.py sees to it).
 #pragma once
 #include "speculate.cuh"
 

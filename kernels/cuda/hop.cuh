@@ -80,9 +80,23 @@ __device__ __forceinline__ u32 word_of_packet(int even, int odd, u32 exponent, i
     return u32(odd) << 18 | (exponent >> (2 * nth) & 3) << 16 | (u32(even) & 0x3fff) << 2 | epoch.packet;
 }
 
+// The bits of the largest magnitude among the eight channels of a packet, which lie in lanes STEP apart.
+template <int STEP>
+__device__ __forceinline__ u32 largest_of(float value) {
+    u32 largest = __float_as_uint(fabsf(value));
+#pragma unroll
+    for (int o = STEP; o <= 4 * STEP; o <<= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, o));
+    return largest;
+}
+
+// The same, where all lanes of a warp have one packet's channels: a reduction is shorter than three steps.
+__device__ __forceinline__ u32 largest_of_warp(float value) {
+    return __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(value)));
+}
+
 // Publishes eight channels that lie in lanes STEP apart: channel i in the lane whose bits of STEP, 2 STEP and 4 STEP are i.
-// All lanes take part; `packet` is the lane's own. Each lane stores to STORES copies, every APART-th. largest: bits of the
-// largest magnitude.
+// All lanes take part; `packet` is the lane's own. Each lane stores to STORES copies, every APART-th. largest: see
+// largest_of.
 template <int STEP, int STORES, int APART>
 __device__ __forceinline__ void publish(u32* packet, float value, u32 largest, Epoch epoch, int lane, bool store) {
     const u32 exponent = exponent_for(largest);
@@ -93,15 +107,6 @@ __device__ __forceinline__ void publish(u32* packet, float value, u32 largest, E
     if (store && channel % 2 == 0)
 #pragma unroll
         for (int i = 0; i < STORES; i++) store_word(packet + i * APART * HOP_COPY + channel / 2, w);
-}
-
-// The same, and finds the largest.
-template <int STEP, int STORES = 1, int APART = 1>
-__device__ __forceinline__ void publish(u32* packet, float value, Epoch epoch, int lane, bool store) {
-    u32 largest = __float_as_uint(fabsf(value));
-#pragma unroll
-    for (int o = STEP; o <= 4 * STEP; o <<= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, o));
-    publish<STEP, STORES, APART>(packet, value, largest, epoch, lane, store);
 }
 
 // The same, of eight channels of one lane.
@@ -141,20 +146,21 @@ struct Place {
 // Publishes a tile's 16 rows as two packets in all copies; x: rows j and j + 8.
 __device__ __forceinline__ void publish_rows(u32* packets, float2 x, Epoch epoch, int lane, int replica) {
     if constexpr (REPLICAS == 1) {
-        publish<4, HOP_COPIES>(packets, x.x, epoch, lane, true);
-        publish<4, HOP_COPIES>(packets + PACKET / 2, x.y, epoch, lane, true);
+        publish<4, HOP_COPIES, 1>(packets, x.x, largest_of<4>(x.x), epoch, lane, true);
+        publish<4, HOP_COPIES, 1>(packets + PACKET / 2, x.y, largest_of<4>(x.y), epoch, lane, true);
     } else {
         constexpr int APART = larger(REPLICAS / 2, 1), STORES = larger(HOP_COPIES / APART, 1);
         const int upper = replica & 1, copy = replica >> 1;  // lanes that store different copies
         u32* const packet = packets + upper * (PACKET / 2) + copy * HOP_COPY;
         const float value = upper ? x.y : x.x;
-        if constexpr (COLUMNS == 1) {  // one reduction of the warp is shorter than three steps among the lanes of a packet
-            const u32 lower = __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(x.x)));
-            const u32 higher = __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(x.y)));
-            publish<4, STORES, APART>(packet, value, upper ? higher : lower, epoch, lane, copy < HOP_COPIES);
+        u32 largest;
+        if constexpr (COLUMNS == 1) {
+            const u32 lower = largest_of_warp(x.x), higher = largest_of_warp(x.y);
+            largest = upper ? higher : lower;
         } else {
-            publish<4, STORES, APART>(packet, value, epoch, lane, copy < HOP_COPIES);
+            largest = largest_of<4>(value);
         }
+        publish<4, STORES, APART>(packet, value, largest, epoch, lane, copy < HOP_COPIES);
     }
 }
 
@@ -163,12 +169,8 @@ __device__ __forceinline__ void publish_gated(u32* packet, float gate, float up,
     const float gated = __fdividef(gate, 1.0f + __expf(-gate)) * up;
     constexpr int STORES = larger(HOP_COPIES / REPLICAS, 1);
     u32* const target = packet + replica * HOP_COPY;
-    if constexpr (COLUMNS == 1) {
-        const u32 largest = __reduce_max_sync(ALL_LANES, __float_as_uint(fabsf(gated)));
-        publish<4, STORES, REPLICAS>(target, gated, largest, epoch, lane, replica < HOP_COPIES);
-    } else {
-        publish<4, STORES, REPLICAS>(target, gated, epoch, lane, replica < HOP_COPIES);
-    }
+    const u32 largest = COLUMNS == 1 ? largest_of_warp(gated) : largest_of<4>(gated);
+    publish<4, STORES, REPLICAS>(target, gated, largest, epoch, lane, replica < HOP_COPIES);
 }
 
 // Rows j and j + 8 of a tile of queries, keys or values, as words.

@@ -110,7 +110,7 @@ class Megakernel:
     cache has a layer more, for `hold_drafter`. cubin_cache: where compiled kernels are kept. tuning: see
     plan.make_plan.
 
-    Raises plan.Unsupported for a shape or format that it does not decode, CompileError, CudaError.
+    Raises phases.Unsupported for a shape or format that it does not decode, CompileError, CudaError.
     """
 
     kv_cache: torch.Tensor  # fp16, shape and order in kv_layout.py; prefill writes it

@@ -2,7 +2,7 @@
 // tiles that the decode kernel streams (gemv.cuh draws them).
 #pragma once
 
-enum WeightFormat { WEIGHT_INT4 = 0, WEIGHT_INT4_ASYMMETRIC = 1, WEIGHT_INT8 = 2, WEIGHT_BF16 = 3 };  // plan.py's codes
+enum WeightFormat { WEIGHT_INT4 = 0, WEIGHT_INT4_ASYMMETRIC = 1, WEIGHT_INT8 = 2, WEIGHT_BF16 = 3 };  // phases.py's codes
 
 // Eight fp16 numbers. Memory is touched through load16 and store16 only: copies of an aligned struct, most of
 // all one of __half2, became 32-bit loads and stores, and dequantisation ran at 0.9 TB/s on an H200.

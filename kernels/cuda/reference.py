@@ -30,7 +30,7 @@ class RandomMatrix:
 
 
 def random_matrix(n: int, k: int, kind: str, group: int, generator: torch.Generator, gain: float = 1.0) -> RandomMatrix:
-    """Weights of standard deviation gain / sqrt(k), in a format of plan.FORMAT_CODES."""
+    """Weights of standard deviation gain / sqrt(k), in a format of phases.FORMAT_CODES."""
     device, spread = generator.device, gain * k**-0.5
 
     def normal(*shape: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ constexpr int TURNS = COLUMNS / SIDE;  // of a warp, for all columns of a tile
 
 enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
 
-// One matrix phase; the members are documented in plan.py.
+// One matrix phase; the members are documented in phases.py.
 template <int FORMAT_, int K_, int SHARES_, int ROWS_, int GROUP_, int CHUNKS_, int PIECES_, int UNIT_BLOCKS_,
           int UNITS_PER_STAGE_, int BATCH_, int MOST_TILES_, int INDEX_>
 struct Phase {
