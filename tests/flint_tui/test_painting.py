@@ -41,6 +41,13 @@ class Terminal:
             self.cells = self.full()
 
 
+async def shows_the_whole_picture(pilot, terminal: Terminal, what: str = "") -> None:
+    """Timers change a widget at any moment, and what they change is sent a moment later, so this waits; where a patch was
+    wrong or was never sent, nothing sends it again."""
+    await wait(pilot, lambda: not pilot.app.screen._dirty_widgets and not pilot.app.screen._compositor._dirty_regions)
+    await wait(pilot, lambda: terminal.cells == terminal.full(), f"the whole picture {what}")
+
+
 def cells(strip) -> list[str]:
     """A character and its style for each cell; the second cell of a wide character is empty."""
     found = []
@@ -85,8 +92,7 @@ async def test_patches_give_the_whole_picture(terminals, monkeypatch, size, no_c
             if step == 8:
                 await pilot.press("ctrl+t")
             await pilot.pause(0.1)
-            await wait(pilot, lambda: not app.screen._dirty_widgets and not app.screen._compositor._dirty_regions)
-            assert terminal.cells == terminal.full(), step
+            await shows_the_whole_picture(pilot, terminal, f"at step {step}")
         assert terminal.partial > 10
         engine.release(1000)
         await idle(pilot)
@@ -103,8 +109,7 @@ async def test_a_dialog_in_front_is_not_painted_over(terminals) -> None:
         for _ in range(4):
             engine.release(9)
             await pilot.pause(0.1)
-            await wait(pilot, lambda: not app.screen._dirty_widgets and not app.screen._compositor._dirty_regions)
-            assert terminals[app].cells == terminals[app].full()
+            await shows_the_whole_picture(pilot, terminals[app])
         engine.release(1000)
         await pilot.press("escape")
         await idle(pilot)
@@ -120,8 +125,7 @@ async def test_wide_characters_come_back_whole_from_behind_a_note(terminals, shi
         await wait(pilot, lambda: len(app.screen.query(Toast)) == 2)
         app.screen.query(Toast).last()._expire()
         await wait(pilot, lambda: len(app.screen.query(Toast)) == 1)
-        await wait(pilot, lambda: not app.screen._dirty_widgets and not app.screen._compositor._dirty_regions)
-        assert terminals[app].cells == terminals[app].full()
+        await shows_the_whole_picture(pilot, terminals[app])
 
 
 async def test_an_unchanged_scrollbar_is_not_painted(terminals) -> None:
