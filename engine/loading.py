@@ -265,11 +265,11 @@ def _directory(spec: str, notify: Notify, progress: Report) -> Path:
 
     try:
         return resolve(spec)
-    except ModelNotFound:
+    except ModelNotFound as missing:
         if spec.lower() == EMBEDDED_DEFAULT:
             entry = CATALOG[EMBEDDED_DEFAULT]
             size = human_bytes(entry.download_bytes)
-            notify(f"{EMBEDDED_DEFAULT} is not here yet: downloading {size} from {entry.origin} ({entry.licence})")
+            notify(f"{missing}: downloading {size} from {entry.origin} ({entry.licence})")
         elif not _is_checkpoint(spec):
             raise
         return pack(spec, progress=progress)

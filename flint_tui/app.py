@@ -25,6 +25,7 @@ from textual.filter import LineFilter, NoColor
 from textual.geometry import Size
 from textual.message import Message
 
+from engine.errors import FlintError
 from flint_tui import themes
 from flint_tui.actions import ACTIONS, APP_ACTIONS, EXTRA_IDS
 from flint_tui.conversations import Conversation, ConversationStore
@@ -281,7 +282,10 @@ class FlintApp(App[None]):
 
 
 def run(app: FlintApp) -> int:
-    """Run the app on the terminal with descriptors 1 and 2 guarded; returns the exit code."""
+    """Run the app on the terminal with descriptors 1 and 2 guarded; returns the exit code.
+
+    Raises FlintError where the user left with no model open, because it could not be.
+    """
     # A decoder that comes back from native code waits for the interpreter for at most this long, and the 50 us by which
     # Linux is late, while the screen paints: with 0.1 ms a step of 0.58 ms took 0.79, with this 0.69.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -297,6 +301,9 @@ def run(app: FlintApp) -> int:
         os._exit(app.return_code or 0)
     if app._exception is not None:
         raise app._exception  # the command line says it in one line; what Textual printed of it went to the log
+    failure = app.chat.load_failure if hasattr(app, "chat") else None
+    if failure is not None and not app.return_code:
+        raise FlintError(failure.error, failure.hint)  # nobody could chat: the screen said so, and is gone
     return app.return_code or 0
 
 

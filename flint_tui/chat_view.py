@@ -55,6 +55,7 @@ class ChatView(Screen[None]):
         self._compositor = PatchCompositor()
         self.session = session
         self.facts: EngineFacts | None = None
+        self.load_failure: LoadFailed | None = None  # why no model is open
         self._sampled: str | None = None  # the model that the sampling settings were made for
         self.engine_state = ""
         self.reply_entry: Entry | None = None
@@ -131,6 +132,7 @@ class ChatView(Screen[None]):
                 case Loaded(facts):
                     self._loaded(facts)
                 case LoadFailed(error, hint):
+                    self.load_failure = outcome
                     self.engine_state = "no model"
                     self.facts = None
                     self.show_state()
@@ -218,7 +220,7 @@ class ChatView(Screen[None]):
         if other_model:
             self._sampled = facts.identifier
             self.session.options = replace(self.session.options, sampling=self._sampling(facts))
-        self.facts = facts
+        self.facts, self.load_failure = facts, None
         self.engine_state = ""
         self.session.model = facts.model
         markdown.parser()  # importing it takes 40 ms, which the first reply is spared

@@ -177,23 +177,23 @@ def _print(result: Roofline) -> None:
             f"{machine.tflops:,.3g} TFLOP/s ({machine.tflops_source}) · ridge {machine.ridge:,.3g} FLOP per byte"
         )
     console.print(Text(f"{machine.gb_s:,.4g} GB/s ({machine.gb_s_source}) · {arithmetic}"), soft_wrap=True)
-    console.print(_table(result))
+    console.print(_table(result, 1 if console.width >= 80 else 0))
     width = min(console.width, 100)
     colour = console.is_terminal and not console.no_color
     sys.stdout.write(terminal_plot(result, width, 20, colour) + "\n")
 
 
-def _table(result: Roofline) -> Table:
+def _table(result: Roofline, padding: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, padding))
     for heading in (
         *("weights", "bytes each", "GB a token", "FLOP per byte", "tok/s at most", f"at {result.context:,}"),
         *("KV = weights at", f"batch at ridge ({result.context:,})"),
     ):
         first = heading == "weights"
-        table.add_column(heading, justify="left" if first else "right", no_wrap=first)
+        table.add_column(heading, justify="left" if first else "right", no_wrap=first, overflow="fold")
     for ceiling in result.ceilings:
         table.add_row(
             ceiling.precision,

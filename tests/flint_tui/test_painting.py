@@ -42,9 +42,10 @@ class Terminal:
 
 
 async def shows_the_whole_picture(pilot, terminal: Terminal, what: str = "") -> None:
-    """Timers change a widget at any moment, and what they change is sent a moment later, so this waits; where a patch was
-    wrong or was never sent, nothing sends it again."""
-    await wait(pilot, lambda: not pilot.app.screen._dirty_widgets and not pilot.app.screen._compositor._dirty_regions)
+    """Timers change a widget at any moment, and what they change is sent a moment later, so this waits. Where a patch
+    was wrong or was never sent, nothing sends it again."""
+    screen = pilot.app.screen
+    await wait(pilot, lambda: not screen._dirty_widgets and not screen._compositor._dirty_regions)
     await wait(pilot, lambda: terminal.cells == terminal.full(), f"the whole picture {what}")
 
 

@@ -242,3 +242,15 @@ def test_a_dumb_terminal_gets_one_line_and_no_screen() -> None:
         assert terminal.wait(60.0) == 2
         terminal.wait_for("cannot show a screen", timeout=1.0)
         assert b"\x1b" not in terminal.output
+
+
+def test_leaving_without_a_model_says_why_and_fails(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"no model")
+    with Terminal([sys.executable, "-m", "flint_tui.cli", "chat", str(damaged)]) as terminal:
+        terminal.wait_for("no model", timeout=60.0)
+        terminal.type("\x11")  # Ctrl+Q
+        assert terminal.wait(LEAVE_S) == 1
+        assert terminal.restored
+        told = bytes(terminal.output).rpartition(b"\x1b[?1049l")[2].decode()
+        assert re.search(r"flint: \S*damaged\.gguf is not a GGUF file\r\n", told), told
