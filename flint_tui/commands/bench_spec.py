@@ -76,8 +76,8 @@ def spec(
         tables = {"domains": [result_json(row) for row in rows], "prompts": [pair_json(pair) for pair in pairs]}
         typer.echo(json.dumps(head | tables, indent=2))
     else:
-        counted = f"{rounds} rounds" if rounds > 1 else "1 round"
-        title = f"{name} on {described}; drafter {drafter.value}, {counted}, temperature {temperature:g}"
+        title = f"{name} on {described}; drafter {drafter.value}, {rounds} round{'s' if rounds > 1 else ''}"
+        title += f", temperature {temperature:g}"
         _print(rows, title)
     every = rows[-1].answers
     if temperature == 0 and every.near_ties:

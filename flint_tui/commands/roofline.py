@@ -177,7 +177,7 @@ def _print(result: Roofline) -> None:
             f"{machine.tflops:,.3g} TFLOP/s ({machine.tflops_source}) · ridge {machine.ridge:,.3g} FLOP per byte"
         )
     console.print(Text(f"{machine.gb_s:,.4g} GB/s ({machine.gb_s_source}) · {arithmetic}"), soft_wrap=True)
-    console.print(_table(result, 1 if console.width >= 80 else 0))
+    console.print(_table(result, padding=1 if console.width >= 80 else 0))  # narrow: the figures need its columns
     width = min(console.width, 100)
     colour = console.is_terminal and not console.no_color
     sys.stdout.write(terminal_plot(result, width, 20, colour) + "\n")

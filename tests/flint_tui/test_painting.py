@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.cells import cell_len
 from textual.geometry import Region
+from textual.screen import Screen
 from textual.widgets import Input
 from textual.widgets._toast import Toast
 
@@ -41,12 +42,26 @@ class Terminal:
             self.cells = self.full()
 
 
-async def shows_the_whole_picture(pilot, terminal: Terminal, what: str = "") -> None:
-    """Timers change a widget at any moment, and what they change is sent a moment later, so this waits. Where a patch
-    was wrong or was never sent, nothing sends it again."""
-    screen = pilot.app.screen
-    await wait(pilot, lambda: not screen._dirty_widgets and not screen._compositor._dirty_regions)
-    await wait(pilot, lambda: terminal.cells == terminal.full(), f"the whole picture {what}")
+def unpainted(screen: Screen) -> bool:
+    """Whether anything has changed that is still to be sent. A widget marks itself, then tells the screen."""
+    return bool(
+        screen._dirty_widgets
+        or screen._compositor._dirty_regions
+        or any(
+            widget._layout_required
+            or widget._scroll_required
+            or widget._repaint_required
+            or not widget._message_queue.empty()
+            for widget in (screen, *screen.walk_children())
+        )
+    )
+
+
+async def assert_whole(pilot, terminal: Terminal, step: int) -> None:
+    """Timers change widgets at any moment: nothing may come between seeing that all is sent and comparing."""
+    while unpainted(pilot.app.screen):
+        await pilot.pause(0.005)
+    assert terminal.cells == terminal.full(), step
 
 
 def cells(strip) -> list[str]:
@@ -93,7 +108,7 @@ async def test_patches_give_the_whole_picture(terminals, monkeypatch, size, no_c
             if step == 8:
                 await pilot.press("ctrl+t")
             await pilot.pause(0.1)
-            await shows_the_whole_picture(pilot, terminal, f"at step {step}")
+            await assert_whole(pilot, terminal, step)
         assert terminal.partial > 10
         engine.release(1000)
         await idle(pilot)
@@ -107,10 +122,10 @@ async def test_a_dialog_in_front_is_not_painted_over(terminals) -> None:
         await wait(pilot, lambda: app.session.replying)
         await pilot.press("ctrl+p")
         await wait(pilot, lambda: app.screen.query(Input))
-        for _ in range(4):
+        for step in range(4):
             engine.release(9)
             await pilot.pause(0.1)
-            await shows_the_whole_picture(pilot, terminals[app])
+            await assert_whole(pilot, terminals[app], step)
         engine.release(1000)
         await pilot.press("escape")
         await idle(pilot)
@@ -126,7 +141,7 @@ async def test_wide_characters_come_back_whole_from_behind_a_note(terminals, shi
         await wait(pilot, lambda: len(app.screen.query(Toast)) == 2)
         app.screen.query(Toast).last()._expire()
         await wait(pilot, lambda: len(app.screen.query(Toast)) == 1)
-        await shows_the_whole_picture(pilot, terminals[app])
+        await assert_whole(pilot, terminals[app], 0)
 
 
 async def test_an_unchanged_scrollbar_is_not_painted(terminals) -> None:

@@ -56,6 +56,15 @@ def test_a_catalogue_model_on_a_datasheet() -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_figure_is_cut_off(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    words = run("granite-4.1-3b", "--gpu", "H200").split("┌")[0].split()
+    assert {"6.805", "705", "672", "83,072"} < set(words)
+    assert {"3.403", "1,411", "1,284", "41,536"} < set(words)
+    assert {"1.701", "2,821", "2,357", "20,768"} < set(words)
+
+
 def test_this_machine_by_default() -> None:
     text = run()
     assert f"{EMBEDDED_DEFAULT} on Some CPU" in text
