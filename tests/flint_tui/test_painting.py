@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 from textual.geometry import Region
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Input
 from textual.widgets._toast import Toast
 
@@ -52,7 +53,7 @@ def unpainted(screen: Screen) -> bool:
             or widget._scroll_required
             or widget._repaint_required
             or not widget._message_queue.empty()
-            for widget in (screen, *screen.walk_children())
+            for widget in (screen, *screen.walk_children(Widget))
         )
     )
 
