@@ -508,6 +508,7 @@ def _open(
         columns = max(widths)
         for width in widths:
             megakernel.compile(width)
+            megakernel.settle(width)
         cubin = compile_cubin(
             SOURCE,
             arch=architecture(gpu.capability),

@@ -75,8 +75,14 @@ constexpr int MOST_GROUPS = most_groups<Qkv, Out, GateUp, Down, Head>();
 // What the products need to know of one scale group's channels of x.
 struct GroupOfX {
     float scale;  // of the fixed-point x
-    int sum;      // of the fixed-point x, times -8 for symmetric int4; unused by int8
+    int zero;     // what the weights' zero point meets, see zero_of
 };
+
+// The sum of a group's fixed-point x as its zero point needs it: times -8 for symmetric int4.
+template <class P>
+__device__ __forceinline__ int zero_of(int sum) {
+    return P::FORMAT == INT4 ? -8 * sum : sum;
+}
 
 // A KV head's split of the keys that an SM attends to; the same for all layers of a token (attention.cuh).
 struct KeyShare {

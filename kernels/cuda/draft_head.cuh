@@ -37,8 +37,13 @@ __device__ __forceinline__ const u8* keys_of(const Parameters& p, int layer, con
                                        size_t(share.first) * (KV_BYTES / 2));
 }
 
+// Where keys are many, the SMs that attend to them are those that all others wait for: no hop is under way that more
+// stages in flight would keep waiting.
 __device__ __forceinline__ void stream_keys(Producer& producer, const u8* keys, int blocks) {
+    const int window = producer.window;
+    if (blocks > MANY_KEYS) producer.window = KEYS_WINDOW;
     producer.stream<KV_PER_STAGE, KV_BYTES, false>(keys, blocks, KEY_READERS);
+    producer.window = window;
 }
 
 #ifndef DRAFTER

@@ -76,6 +76,23 @@ struct UnitInput {
 #pragma unroll
             for (int b = 0; b < PIECES; b++) x[n][b] = load_matrices(row + b * 64);
             if constexpr (P::FORMAT != BF16) groups[n].load(reinterpret_cast<const u8*>(of_x + n * 4 * MOST_GROUPS));
+            if constexpr (SUMS_BY_PRODUCT<P>) sum_groups(n);
+        }
+    }
+
+   private:
+    __device__ __forceinline__ void sum_groups(int n) {
+        constexpr u32 ONES = 0x01010101u;
+        constexpr int STEPS = PIECES * 2 / GROUPS;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            int acc[4];
+#pragma unroll
+            for (int k = i * STEPS; k < (i + 1) * STEPS; k++) {
+                const uint4 v = x[n][k / 2];
+                mma_u8(acc, ONES, ONES, ONES, ONES, k % 2 ? v.z : v.x, k % 2 ? v.w : v.y, k == i * STEPS);
+            }
+            groups[n].w[2 * i + 1] = u32(zero_of<P>(acc[0] * 256 + acc[1]));
         }
     }
 };
@@ -247,13 +264,12 @@ __device__ __forceinline__ void multiply_tiles(Context& c, int tiles, int chunk,
         Walk<P> walk(c);
         float* out = part + (chunk * units + c.warp) * PART_UNIT + in_part(t, c.lane / 4);
         UnitInput<P> input;
-        constexpr bool STAYS = P::SAME_K && TOKEN_TILES == 1;  // x, in registers; two tiles of it are too many
-        if constexpr (STAYS) input.load(c, first_block, walk.k);
+        if constexpr (X_STAYS<P>) input.load(c, first_block, walk.k);
 #pragma unroll 1
         while (walk.unit < units) {
             Operands<P> operands;
             operands.load(walk.await(c), c.lane);
-            if constexpr (!STAYS) input.load(c, first_block, walk.k);
+            if constexpr (!X_STAYS<P>) input.load(c, first_block, walk.k);
             const Products sums = operands.multiply(input, c.lane);
             release(c.s.ring, walk.at.slot);
 #pragma unroll

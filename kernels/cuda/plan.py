@@ -32,9 +32,10 @@ STAGE_BYTES = 17408
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
+KEYS_WINDOW = 4  # and among many keys, for which all other SMs wait
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
-STAGE_LOADS = 3  # items of a warp that are polled and then staged at once
+STAGE_LOADS = 3  # most items of a warp that are polled and then staged at once
 DRAFTER_STAGE_LOADS = 2  # with a drafter, whose kernels have no registers for a third
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
@@ -69,11 +70,11 @@ def make_plan(
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
     drafting: of a learned drafter that the speculative loop (columns > 1) shall hold.
-    tuning: overrides of WINDOW, HEAD_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES
-    and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no other SM, NO_COPY=1 reads no weights,
-    FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three: wrong results, for diagnosis and cost
-    curves). LANES_ARRIVE=1 tells racecheck more about the ring's order. (PAIRS=0, which Megakernel heeds, lets no SMs
-    share tiles.)
+    tuning: overrides of WINDOW, HEAD_WINDOW, KEYS_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES,
+    STAGE_BYTES and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no other SM, NO_COPY=1 reads
+    no weights, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three: wrong results, for
+    diagnosis and cost curves). LANES_ARRIVE=1 tells racecheck more about the ring's order. (PAIRS=0, which Megakernel
+    heeds, lets no SMs share tiles.)
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -153,12 +154,14 @@ def make_plan(
     if stages < fewest:
         raise Unsupported(f"{shared_limit} bytes of shared memory are too few for this model")
 
+    rounds = {warps // phase.units_per_stage(wanted, warps) for phase, _ in held.values()}  # of the warps, in stages
+    rounds.add(-(-lanes // kv_per_stage))
+
     def window(most: int) -> int:
         """Stages in flight. Copies end in any order, and a warp that waits for a slot knows only that the stage a round
         before its own has come: what the slot held before must not be among those still in flight then."""
-        for phase, _ in held.values():
-            spare = stages - warps // phase.units_per_stage(wanted, warps)
-            most = min(most, spare or most)
+        for turn in rounds:
+            most = min(most, stages - turn or most)
         return min(most, stages - 1)
 
     def f(value: float) -> str:
@@ -190,6 +193,7 @@ def make_plan(
         "STAGES": str(stages),
         "LAYER_WINDOW": str(window(tuning.get("WINDOW", WINDOW))),
         "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", HEAD_WINDOW))),
+        "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", DRAFTER_STAGE_LOADS if drafting else STAGE_LOADS)),
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),

@@ -103,6 +103,7 @@ constexpr int VALUE_PARTS = HEAD_DIM / 64;  // warps that share the values of a 
 constexpr int KEY_READERS = QUERY_BLOCKS * VALUE_PARTS;  // warps that read a block
 constexpr int KEY_WARPS = WARPS / KEY_READERS;  // that share the keys of one block of queries
 constexpr int PARTIAL_ROWS = QUERY_ROWS < 8 ? QUERY_ROWS : 8;
+constexpr int MANY_KEYS = 16;  // blocks of a split
 constexpr int KV_BYTES = 2 * 16 * HEAD_DIM * 2;  // keys and values of 16 positions
 static_assert(KV_PER_STAGE * KV_BYTES <= STAGE_BYTES, "KV blocks fit a stage");
 static_assert(KEY_WARPS >= 1 && EMPTY_ARRIVALS >= KV_PER_STAGE * KEY_READERS && EMPTY_ARRIVALS >= WARPS, "arrivals");

@@ -13,7 +13,8 @@ struct Items {
     static constexpr int ABREAST = larger(WARPS / PER_COLUMN, 1);                           // columns side by side
     static constexpr int ROUNDS = (PER_COLUMN + WARPS - 1) / WARPS * ((COLUMNS + ABREAST - 1) / ABREAST);  // of a warp
     static constexpr bool WHOLE = P::STAGED_K % ITEM == 0;
-    static constexpr int AT_ONCE = ROUNDS < STAGE_LOADS ? ROUNDS : STAGE_LOADS;  // of a warp, polled and then staged
+    // Of a warp, polled and then staged; where not all are, the next ones are under way meanwhile.
+    static constexpr int AT_ONCE = ROUNDS <= STAGE_LOADS ? ROUNDS : 2;
     static constexpr bool FULL = PER_COLUMN == WARPS && ROUNDS % AT_ONCE == 0;   // every warp has as many each time
     int column, within;
     __device__ __forceinline__ explicit Items(int warp) : column(warp / PER_COLUMN), within(warp % PER_COLUMN) {
@@ -55,6 +56,15 @@ __device__ __forceinline__ int group_sum(int v, int lane) {
     }
 }
 
+// Whether a warp's x stays in registers for all of a phase's units. Two tiles of tokens in small groups are too many.
+template <class P>
+constexpr bool X_STAYS = P::SAME_K && (TOKEN_TILES == 1 || P::GROUP >= 64);
+
+// Whether the sums of x's groups are a product with ones, in the warps that multiply. With several tokens they are too much
+// for staging, where every SM waits for them (eight: 1,149 -> 1,110 us a step on an H200; one: 654 -> 661).
+template <class P>
+constexpr bool SUMS_BY_PRODUCT = P::IS_INT4 && X_STAYS<P> && COLUMNS >= 4;
+
 // fixed: a lane's channels as (x + 128) << 16, so that byte 3 is the high part and byte 2 the low one, its top bit flipped.
 template <class P>
 __device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)[PACKET], u32 exponent, bool inside,
@@ -75,12 +85,9 @@ __device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)
     }
     int sum = 0;
     constexpr int LANES = P::GROUP / PACKET;  // lanes that share a scale group of the weights
-    if constexpr (P::IS_INT4) {               // its zero point meets x as a sum
-        sum = group_sum<LANES>(256 * highs + lows, c.lane);
-        if constexpr (P::FORMAT == INT4) sum *= -8;
-    }
-    const float unit = unit_of(exponent);
-    if (inside && c.lane % LANES == 0) c.s.x[column][item * (ITEM / P::GROUP) + c.lane / LANES] = GroupOfX{unit, sum};
+    if constexpr (P::IS_INT4 && !SUMS_BY_PRODUCT<P>) sum = zero_of<P>(group_sum<LANES>(256 * highs + lows, c.lane));
+    if (inside && c.lane % LANES == 0)
+        c.s.x[column][item * (ITEM / P::GROUP) + c.lane / LANES] = GroupOfX{unit_of(exponent), sum};
 }
 
 template <class P>
@@ -158,6 +165,44 @@ __device__ __forceinline__ void sync_staged(const Context& c) {
     }
 }
 
+constexpr int SQUARES = (HIDDEN / TILE_ROWS + 31) / 32;  // words of squares of one lane and column
+
+// N columns' words of squares, of [column][HIDDEN / 16].
+template <int N>
+__device__ __forceinline__ void load_squares(u32 (&w)[N][SQUARES], const u32* words, int lane) {
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < SQUARES; i++)
+            w[n][i] = load_word(words + n * (HIDDEN / TILE_ROWS) + min(lane + 32 * i, HIDDEN / TILE_ROWS - 1));
+}
+
+// What load_squares has loaded becomes RMSNorm's factors of N columns; what has not come is waited for.
+template <int N>
+__device__ __forceinline__ void receive_norms(u32 (&w)[N][SQUARES], const u32* words, float* factors, Epoch epoch, int lane,
+                                              Wait where) {
+    Watchdog watchdog;
+    while (true) {
+        bool ready = true;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int i = 0; i < SQUARES; i++) ready &= fresh(w[n][i], epoch);
+        if (__all_sync(ALL_LANES, ready)) break;
+        load_squares(w, words, lane);
+        watchdog.tick(where);
+    }
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SQUARES; i++)
+            if (lane + 32 * i < HIDDEN / TILE_ROWS) sum += value_of(w[n][i]);
+        sum = warp_sum(sum);
+        if (lane == 0) factors[n] = inverse_rms(sum);
+    }
+}
+
 // Stages one hop's packets [column][K / 8]. With NORM, squares are words [column][HIDDEN / 16] of the same hop, and
 // RMSNorm's factors come to factors[column]. The norm's weights are in the packets already, and its factor meets the
 // products, so that nobody waits for the sum.
@@ -165,15 +210,23 @@ template <class P, bool NORM>
 __device__ __forceinline__ void stage_packets(const Context& c, const u32* packets, const u32* squares, float* factors,
                                               Epoch epoch, int piece, Wait where) {
     using I = Items<P>;
-    constexpr int SQUARES = (HIDDEN / TILE_ROWS + 31) / 32;  // words of one lane
-    const int norm_column = NORM ? WARPS - 1 - c.warp : COLUMNS;  // the last warps have the least to stage
-    const auto square_word = [&](int i) {
-        return squares + norm_column * (HIDDEN / TILE_ROWS) + min(c.lane + 32 * i, HIDDEN / TILE_ROWS - 1);
-    };
-    u32 square[SQUARES];
-    if (norm_column < COLUMNS)
-#pragma unroll
-        for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
+    // The last warp has all norms where it has nothing else to do (four tokens: 846 -> 832 us a step on an H200); otherwise
+    // the last warps, which have the least to stage, have one each.
+    constexpr bool IDLE = BY_SLICE<P> && P::STRIDE < WARPS;
+    if constexpr (NORM && IDLE) {
+        if (c.warp == WARPS - 1)
+#pragma unroll 1
+            for (int column = 0; column < COLUMNS; column += SIDE) {
+                u32 square[SIDE][SQUARES];
+                const u32* const words = squares + column * (HIDDEN / TILE_ROWS);
+                load_squares(square, words, c.lane);
+                receive_norms(square, words, factors + column, epoch, c.lane, where);
+            }
+    }
+    const int norm_column = NORM && !IDLE ? WARPS - 1 - c.warp : COLUMNS;
+    const u32* const norm_words = squares + norm_column * (HIDDEN / TILE_ROWS);
+    u32 square[1][SQUARES];
+    if (norm_column < COLUMNS) load_squares(square, norm_words, c.lane);
     // Every instruction from here to the last store is on the chain from SM to SM.
     const u32* const part_of_x = packets + (P::SHARES > 1 ? c.rank * (P::K / 2) : 0) + piece * (P::STAGED_K / 2);
     const auto source = [&](const I& item) {
@@ -181,49 +234,43 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
         return part_of_x + item.column * (P::K * P::SHARES / 2) + (I::WHOLE ? k : min(k, u32(P::STAGED_K - PACKET))) / 2;
     };
     constexpr int AT_ONCE = I::AT_ONCE;
+    const auto load = [&](uint4(&w)[AT_ONCE], I at) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++, at.next())
+            if (i == 0 || I::FULL || at.left()) w[i] = load_words4(source(at));
+    };
     I item(c.warp);
+    if (item.left()) {
+        uint4 w[AT_ONCE], next[AT_ONCE];
+        load(w, item);
 #pragma unroll 1
-    while (item.left()) {
-        uint4 w[AT_ONCE];
-        Watchdog watchdog;
         while (true) {
-            bool ready = true;
-            I at = item;
+            Watchdog watchdog;
+            while (true) {
+                bool ready = true;
+                I at = item;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++, at.next())
-                if (i == 0 || I::FULL || at.left()) w[i] = load_words4(source(at));
-            at = item;
+                for (int i = 0; i < AT_ONCE; i++, at.next())
+                    ready &= (i > 0 && !I::FULL && !at.left()) || fresh(w[i], epoch);
+                if (__all_sync(ALL_LANES, ready)) break;
+                load(w, item);
+                watchdog.tick(where);
+            }
+            I behind = item;
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++, at.next())
-                ready &= (i > 0 && !I::FULL && !at.left()) || fresh(w[i], epoch);
-            if (__all_sync(ALL_LANES, ready)) break;
-            watchdog.tick(where);
+            for (int i = 0; i < AT_ONCE; i++) behind.next();
+            if (AT_ONCE < I::ROUNDS && behind.left()) load(next, behind);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++, item.next())
+                if (i == 0 || I::FULL || item.left())
+                    put_packet<P>(c, w[i], item.inside(c.lane), item.column, item.within);
+            if (AT_ONCE == I::ROUNDS || !item.left()) break;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) w[i] = next[i];
         }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++, item.next())
-            if (i == 0 || I::FULL || item.left())
-                put_packet<P>(c, w[i], item.inside(c.lane), item.column, item.within);
-        if constexpr (AT_ONCE == I::ROUNDS) break;
     }
     if constexpr (BY_SLICE<P>) sync_staged<P>(c);
-    if (norm_column < COLUMNS) {
-        Watchdog watchdog;
-        while (true) {
-            bool ready = true;
-#pragma unroll
-            for (int i = 0; i < SQUARES; i++) ready &= fresh(square[i], epoch);
-            if (__all_sync(ALL_LANES, ready)) break;
-#pragma unroll
-            for (int i = 0; i < SQUARES; i++) square[i] = load_word(square_word(i));
-            watchdog.tick(where);
-        }
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < SQUARES; i++)
-            if (c.lane + 32 * i < HIDDEN / TILE_ROWS) sum += value_of(square[i]);
-        sum = warp_sum(sum);
-        if (c.lane == 0) factors[norm_column] = inverse_rms(sum);
-    }
+    if (norm_column < COLUMNS) receive_norms(square, norm_words, factors + norm_column, epoch, c.lane, where);
     if constexpr (!BY_SLICE<P>) sync_staged<P>(c);
 }
 

@@ -39,6 +39,7 @@ def prepare_for_racecheck() -> None:
 
 
 def main() -> None:
+    megakernel.PLACES = megakernel.STEPS_A_PLACE = 1  # the sanitizer's steps are slow
     if "--racecheck" in sys.argv:
         prepare_for_racecheck()
     config = small_config("qwen3", hidden_size=256, num_layers=1, head_dim=64, intermediate_size=512, vocab_size=1000)

@@ -126,9 +126,13 @@ def test_what_a_slot_held_before_has_come_when_a_warp_looks_at_it(shape: str, co
     stages, warps = int(plan.constants["STAGES"]), int(plan.constants["CONSUMER_WARPS"])
     names = [name for name in plan.constants if name.endswith("_UNITS_PER_STAGE")]
     assert len(names) == (11 if drafter else 5)
-    for name in names:
-        turn = warps // int(plan.constants[name])
-        for window in ("LAYER_WINDOW", "HEAD_WINDOW"):  # the head is streamed while the last layer is multiplied
+    turns = {name: warps // int(plan.constants[name]) for name in names}
+    dims = plan.dims
+    readers = -(-dims.heads // dims.kv_heads * columns // 8) * (dims.head_dim // 64)
+    turns["keys"] = -(-(warps // readers) // int(plan.constants["KV_PER_STAGE"]))
+    for name, turn in turns.items():
+        # The head is streamed while the last layer is multiplied, keys are while queries are.
+        for window in ("LAYER_WINDOW", "HEAD_WINDOW", "KEYS_WINDOW"):
             assert stages == turn or turn + int(plan.constants[window]) <= stages, (name, window)
 
 
