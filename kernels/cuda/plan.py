@@ -32,7 +32,7 @@ STAGE_BYTES = 17408
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
-KEYS_WINDOW = 4  # and among many keys, for which all other SMs wait
+KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with up to two columns
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
 STAGE_LOADS = 3  # most items of a warp that are polled and then staged at once
@@ -193,7 +193,7 @@ def make_plan(
         "STAGES": str(stages),
         "LAYER_WINDOW": str(window(tuning.get("WINDOW", WINDOW))),
         "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", HEAD_WINDOW))),
-        "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW))),
+        "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW if columns <= 2 else WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", DRAFTER_STAGE_LOADS if drafting else STAGE_LOADS)),
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),

