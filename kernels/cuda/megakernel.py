@@ -425,7 +425,7 @@ class Megakernel:
             places.append(torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self._device))
             self._hops[plan.columns, plan.scratch_bytes] = places[-1]
             for event in events:
-                self.step([0] * columns, position)
+                self.step(range(columns), position)
                 event.record()
             self._raise_if_stopped()
             spans = [begin.elapsed_time(end) * 1e-3 for begin, end in itertools.pairwise(events)]
