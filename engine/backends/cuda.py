@@ -109,6 +109,8 @@ class CudaBackend:
             import torch
         except ImportError:
             raise BackendError("The cuda backend needs torch", "Run: pip install torch") from None
+        from kernels.cuda.token_ring import KernelStopped
+
         if not torch.cuda.is_available():
             raise BackendError(
                 f"torch {torch.__version__} cannot use {gpu.name}",
@@ -120,10 +122,12 @@ class CudaBackend:
             megakernel, prefill, columns = _open(model, gpu, driver, context_size, progress, room_for_head)
         except torch.OutOfMemoryError:
             raise _out_of_memory(model, context_size, driver.memory()[0]) from None
-        except CudaError as error:
-            if error.code == OUT_OF_MEMORY:
+        except NotResident as error:
+            raise _cannot_start(error) from error
+        except (KernelStopped, CudaError, torch.AcceleratorError) as error:
+            if isinstance(error, CudaError) and error.code == OUT_OF_MEMORY:
                 raise _out_of_memory(model, context_size, driver.memory()[0]) from None
-            raise BackendError(f"The GPU failed: {error}", "Try nvidia-smi, or use --backend cpu.") from error
+            raise BackendError(f"The GPU failed: {_line(error)}", "Try nvidia-smi, or use --backend cpu.") from error
         except CompileError as error:
             raise BackendError(
                 f"The CUDA kernels cannot be built: {error}", "Run: pip install 'flint[cuda]'"
@@ -358,14 +362,11 @@ class CudaBackend:
         except torch.OutOfMemoryError as error:
             raise _no_memory_left() from error
         except NotResident as error:
-            raise BackendError(
-                f"The kernel cannot start: {error}", "Another program holds the GPU; close it, or use --backend cpu."
-            ) from error
+            raise _cannot_start(error) from error
         except (KernelStopped, CudaError, torch.AcceleratorError) as error:
             if isinstance(error, CudaError) and error.code == OUT_OF_MEMORY:  # of a kernel to be loaded or launched
                 raise _no_memory_left() from error
-            line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self.lose(f"the GPU failed: {line}")  # a sticky CUDA error ends the whole context
+            self.lose(f"the GPU failed: {_line(error)}")  # a sticky CUDA error ends the whole context
             raise BackendError(self._lost, "Restart flint.") from error
 
 
@@ -508,7 +509,7 @@ def _open(
         columns = max(widths)
         for width in widths:
             megakernel.compile(width)
-            megakernel.settle(width)
+        megakernel.settle(1)
         cubin = compile_cubin(
             SOURCE,
             arch=architecture(gpu.capability),
@@ -530,6 +531,16 @@ def _open(
         return megakernel, opened, columns
     except ValueError as error:
         raise BackendError(f"The cuda backend does not decode this model: {error}", "Use --backend cpu.") from error
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _cannot_start(error: NotResident) -> BackendError:
+    return BackendError(
+        f"The kernel cannot start: {error}", "Another program holds the GPU; close it, or use --backend cpu."
+    )
 
 
 def _fixed_bytes(model: PackedModel) -> int:

@@ -4,8 +4,8 @@
         [--set WINDOW=1 ...] [--profile]
 
 Prints one line per measurement: microseconds a token (median, least, most of the rounds), tok/s, bytes and the share of
-the driver's peak bandwidth. --profile prints where the clocks of each SM's first warp went. As in the product, hops lie
-where steps are fastest (Megakernel.settle).
+the driver's peak bandwidth. --profile prints where the clocks of each SM's first warp went. As in the product, one
+token's hops lie where steps are fastest (Megakernel.settle).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def main() -> None:
         torch.cuda.synchronize()
         load_seconds = time.perf_counter() - started
         kernel.kv_cache.normal_()
-        places = {columns: kernel.settle(columns) for columns in columns_wanted}
+        places = kernel.settle()
         peak = kernel._gpu.peak_bytes_per_second
         weights = sum(kernel.weight_bytes.values())
         for context in contexts:
@@ -137,7 +137,7 @@ def main() -> None:
                     "context": context,
                     "columns": columns,
                     "seconds": times,
-                    "seconds_by_place": places[columns],
+                    "seconds_by_place": places if columns == 1 else [],
                     "weight_bytes": weights,
                     "kv_bytes": kv_bytes(dims, context),
                     "peak_bytes_per_second": peak,

@@ -131,8 +131,7 @@ def main() -> None:
         cubin_cache=cache,
         tuning=tuning,
     )
-    for width in widths[:1] if head else widths:  # what holds a drafter is not settled in the product either
-        kernel.settle(width)
+    kernel.settle()
     if head:
         kernel.hold_drafter(head)
     kernel.kv_cache.normal_()

@@ -32,11 +32,11 @@ STAGE_BYTES = 17408
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
-KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with up to two columns
+KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with one or two columns
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
-STAGE_LOADS = 3  # most items of a warp that are polled and then staged at once
-DRAFTER_STAGE_LOADS = 2  # with a drafter, whose kernels have no registers for a third
+STAGE_LOADS = 3  # items of a warp that are polled and staged at once; where it has more, two at a time
+DRAFTER_STAGE_LOADS = 2  # with a drafter, whose kernels have no registers for a third, nor for the next two
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
 
@@ -70,11 +70,11 @@ def make_plan(
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
     drafting: of a learned drafter that the speculative loop (columns > 1) shall hold.
-    tuning: overrides of WINDOW, HEAD_WINDOW, KEYS_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, BLOCKS_PER_SPLIT, STAGES,
-    STAGE_BYTES and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no other SM, NO_COPY=1 reads
-    no weights, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three: wrong results, for
-    diagnosis and cost curves). LANES_ARRIVE=1 tells racecheck more about the ring's order. (PAIRS=0, which Megakernel
-    heeds, lets no SMs share tiles.)
+    tuning: overrides of WINDOW, HEAD_WINDOW, KEYS_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, STAGE_AHEAD,
+    BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no
+    other SM, NO_COPY=1 reads no weights, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three:
+    wrong results, for diagnosis and cost curves). LANES_ARRIVE=1 tells racecheck more about the ring's order. (PAIRS=0,
+    which Megakernel heeds, lets no SMs share tiles.)
     """
     tuning = dict(tuning or {})
     hd, group_heads = dims.head_dim, dims.heads // dims.kv_heads
@@ -155,13 +155,14 @@ def make_plan(
         raise Unsupported(f"{shared_limit} bytes of shared memory are too few for this model")
 
     rounds = {warps // phase.units_per_stage(wanted, warps) for phase, _ in held.values()}  # of the warps, in stages
-    rounds.add(-(-lanes // kv_per_stage))
+    rounds.add(min(stages, -(-lanes // kv_per_stage)))  # and of those that share keys: no more do than the ring holds
 
     def window(most: int) -> int:
         """Stages in flight. Copies end in any order, and a warp that waits for a slot knows only that the stage a round
         before its own has come: what the slot held before must not be among those still in flight then."""
         for turn in rounds:
             most = min(most, stages - turn or most)
+        assert most >= 1, "a round of the warps fits the ring"
         return min(most, stages - 1)
 
     def f(value: float) -> str:
@@ -196,6 +197,9 @@ def make_plan(
         "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW if columns <= 2 else WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", DRAFTER_STAGE_LOADS if drafting else STAGE_LOADS)),
+        "STAGE_AHEAD": str(
+            tuning.get("STAGE_AHEAD", int(not drafting))
+        ),  # whether the next two are under way meanwhile
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
         "PART_BYTES": str(part),
         "X_BYTES": str(x),

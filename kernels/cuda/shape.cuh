@@ -19,6 +19,8 @@ constexpr int PART_UNIT = COLUMNS * TILE_ROWS + 8;  // floats of one unit's sums
 constexpr int SIDE = COLUMNS < 4 ? COLUMNS : 4, REPLICAS = 4 / SIDE;
 constexpr int TURNS = COLUMNS / SIDE;  // of a warp, for all columns of a tile
 
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+
 enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
 
 // One matrix phase; the members are documented in phases.py.
@@ -101,7 +103,8 @@ constexpr int QUERY_ROWS = GROUP_HEADS * COLUMNS;  // row = column * GROUP_HEADS
 constexpr int QUERY_BLOCKS = (QUERY_ROWS + 7) / 8;
 constexpr int VALUE_PARTS = HEAD_DIM / 64;  // warps that share the values of a block, 64 dimensions each: registers
 constexpr int KEY_READERS = QUERY_BLOCKS * VALUE_PARTS;  // warps that read a block
-constexpr int KEY_WARPS = WARPS / KEY_READERS;  // that share the keys of one block of queries
+// Warps that share the keys of one block of queries. A round of them fits the ring, as for weights (gemv.cuh).
+constexpr int KEY_WARPS = smaller(WARPS / KEY_READERS, STAGES * KV_PER_STAGE);
 constexpr int PARTIAL_ROWS = QUERY_ROWS < 8 ? QUERY_ROWS : 8;
 constexpr int MANY_KEYS = 16;  // blocks of a split
 constexpr int KV_BYTES = 2 * 16 * HEAD_DIM * 2;  // keys and values of 16 positions

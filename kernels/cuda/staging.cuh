@@ -13,8 +13,8 @@ struct Items {
     static constexpr int ABREAST = larger(WARPS / PER_COLUMN, 1);                           // columns side by side
     static constexpr int ROUNDS = (PER_COLUMN + WARPS - 1) / WARPS * ((COLUMNS + ABREAST - 1) / ABREAST);  // of a warp
     static constexpr bool WHOLE = P::STAGED_K % ITEM == 0;
-    // Of a warp, polled and then staged; where not all are, the next ones are under way meanwhile.
-    static constexpr int AT_ONCE = ROUNDS <= STAGE_LOADS ? ROUNDS : 2;
+    static constexpr int AT_ONCE = ROUNDS <= STAGE_LOADS ? ROUNDS : 2;  // of a warp, polled and then staged
+    static constexpr bool AHEAD = STAGE_AHEAD && AT_ONCE < ROUNDS;      // the next ones are under way meanwhile
     static constexpr bool FULL = PER_COLUMN == WARPS && ROUNDS % AT_ONCE == 0;   // every warp has as many each time
     int column, within;
     __device__ __forceinline__ explicit Items(int warp) : column(warp / PER_COLUMN), within(warp % PER_COLUMN) {
@@ -61,7 +61,7 @@ template <class P>
 constexpr bool X_STAYS = P::SAME_K && (TOKEN_TILES == 1 || P::GROUP >= 64);
 
 // Whether the sums of x's groups are a product with ones, in the warps that multiply. With several tokens they are too much
-// for staging, where every SM waits for them (eight: 1,149 -> 1,110 us a step on an H200; one: 654 -> 661).
+// for staging, where every SM waits for them (four: 847 -> 841 us a step on an H200; one 654 -> 661: there they are not).
 template <class P>
 constexpr bool SUMS_BY_PRODUCT = P::IS_INT4 && X_STAYS<P> && COLUMNS >= 4;
 
@@ -210,7 +210,7 @@ template <class P, bool NORM>
 __device__ __forceinline__ void stage_packets(const Context& c, const u32* packets, const u32* squares, float* factors,
                                               Epoch epoch, int piece, Wait where) {
     using I = Items<P>;
-    // The last warp has all norms where it has nothing else to do (four tokens: 846 -> 832 us a step on an H200); otherwise
+    // The last warp has all norms where it has nothing else to do (four tokens: 867 -> 847 us a step on an H200); otherwise
     // the last warps, which have the least to stage, have one each.
     constexpr bool IDLE = BY_SLICE<P> && P::STRIDE < WARPS;
     if constexpr (NORM && IDLE) {
@@ -259,14 +259,18 @@ __device__ __forceinline__ void stage_packets(const Context& c, const u32* packe
             I behind = item;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) behind.next();
-            if (AT_ONCE < I::ROUNDS && behind.left()) load(next, behind);
+            if (I::AHEAD && behind.left()) load(next, behind);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++, item.next())
                 if (i == 0 || I::FULL || item.left())
                     put_packet<P>(c, w[i], item.inside(c.lane), item.column, item.within);
             if (AT_ONCE == I::ROUNDS || !item.left()) break;
+            if constexpr (I::AHEAD) {
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) w[i] = next[i];
+                for (int i = 0; i < AT_ONCE; i++) w[i] = next[i];
+            } else {
+                load(w, item);
+            }
         }
     }
     if constexpr (BY_SLICE<P>) sync_staged<P>(c);

@@ -336,10 +336,11 @@ def test_pairs_read_many_long_heads(tmp_path: Path):
 @pytest.mark.parametrize(
     ("inner", "columns", "tuning", "staging"),  # of down: rounds of a warp, at once, as many for all, in whole items
     [
-        (2624, 8, {"PAIRS": 0}, [8, 3, 0, 0]),  # 3 + 3 + 2; a part of an item, and warps without any
-        (8192, 4, {}, [4, 3, 0, 1]),  # 3 + 1
-        (8192, 2, {"PAIRS": 0}, [4, 3, 0, 1]),  # more items than warps: the second column comes before the next place
-        (8192, 4, {"STAGE_LOADS": 2}, [4, 2, 1, 1]),  # 2 + 2
+        (2624, 8, {"PAIRS": 0}, [8, 2, 0, 0]),  # a part of an item, and warps without any
+        (8192, 4, {}, [4, 2, 1, 1]),
+        (8192, 4, {"STAGE_AHEAD": 0}, [4, 2, 1, 1]),  # as with a drafter
+        (8192, 2, {"PAIRS": 0}, [4, 2, 0, 1]),  # more items than warps: the second column comes before the next place
+        (1280, 8, {"PAIRS": 0, "STAGE_LOADS": 2}, [3, 2, 0, 1]),  # 2 + 1, and some warps have no third
         (8192, 2, {}, [2, 2, 1, 1]),
     ],
 )
@@ -356,6 +357,25 @@ def test_warps_that_stage_several_times(
     assert (logits - expected).norm() < TOLERANCE * expected.norm()
     for order in (1, 2):
         assert torch.equal(gpu.step(tokens, 0, order), logits), order
+
+
+@pytest.mark.parametrize(
+    ("columns", "tuning", "window"),
+    [(1, {}, 2), (2, {}, 2), (4, {}, 1), (1, {"STAGES": 3, "PAIRS": 0}, 1)],  # fewer stages than a round of 16 warps
+)
+def test_many_keys_of_one_split(tmp_path: Path, columns: int, tuning: dict[str, int], window: int):
+    """More than sixteen blocks of keys: more stages of them may be in flight than of weights."""
+    dims = small(128, 2, 1, 64, 256, layers=2)
+    tuning = tuning | {"BLOCKS_PER_SPLIT": 64}
+    gpu = EmulatedGpu(tmp_path, dims, Case(dims, "int4", 128), columns, 2, 400, tuning)
+    assert int(gpu.plan.constants["KEYS_WINDOW"]) == window
+    truth, tokens = Reference(gpu.model, 400), some_tokens(330 + columns)
+    truth.step(tokens[:330], 0)
+    remember(gpu, truth, 330)
+    logits, expected = gpu.step(tokens[330:], 330), truth.step(tokens[330:], 330)[0]
+    assert (logits - expected).norm() < TOLERANCE * expected.norm()
+    for order in range(1, 6):
+        assert torch.equal(gpu.step(tokens[330:], 330, order), logits), order
 
 
 def test_pairs_may_read_copies_of_several_columns(tmp_path: Path):
