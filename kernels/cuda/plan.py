@@ -36,7 +36,7 @@ KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with one o
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
 STAGE_LOADS = 3  # items of a warp that are polled and staged at once; where it has more, two at a time
-DRAFTER_STAGE_LOADS = 2  # with a drafter, whose kernels have no registers for a third, nor for the next two
+DRAFTER_STAGE_LOADS = 2  # with a drafter, whose kernels have no registers for more
 EMPTY_ARRIVALS = 128  # arrivals that free a ring stage: an upper bound on the warps that read one
 SHARED_RESERVE = 1024  # static shared memory and the runtime's own kilobyte
 
@@ -197,9 +197,7 @@ def make_plan(
         "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW if columns <= 2 else WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", DRAFTER_STAGE_LOADS if drafting else STAGE_LOADS)),
-        "STAGE_AHEAD": str(
-            tuning.get("STAGE_AHEAD", int(not drafting))
-        ),  # whether the next two are under way meanwhile
+        "STAGE_AHEAD": str(tuning.get("STAGE_AHEAD", 0 if drafting else 1)),  # the next two are under way meanwhile
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
         "PART_BYTES": str(part),
         "X_BYTES": str(x),

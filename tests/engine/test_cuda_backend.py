@@ -528,6 +528,35 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
         CudaBackend.from_packed(model)
 
 
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (NotResident("no place for 132 blocks"), "The kernel cannot start: no place"),
+        (KernelStopped("the kernel stopped waiting (wait 3, block 7)"), "The GPU failed: the kernel stopped waiting"),
+        (torch.AcceleratorError("an illegal access\nand much more"), "The GPU failed: an illegal access$"),
+        (CudaError("cuLaunchKernelEx", 719, "LAUNCH_FAILED"), "The GPU failed: .*LAUNCH_FAILED"),
+        (CudaError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY"), "64"),  # names the sizes
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_gpu_that_fails_while_a_model_is_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Exception, message: str
+):
+    """The first launches happen then (Megakernel.settle): `auto` goes on to the CPU only on a BackendError."""
+    gpu_with(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "_fitting_context", lambda *asked: 64)
+
+    def fail(*arguments: Any) -> Any:
+        raise failure
+
+    monkeypatch.setattr(cuda, "_open", fail)
+    model = PackedModel.open(write_random_packed(tmp_path / "m"))
+    with pytest.raises(BackendError, match=message) as caught:
+        CudaBackend.from_packed(model)
+    assert caught.value.hint
+
+
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 

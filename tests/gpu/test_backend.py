@@ -14,6 +14,7 @@ from engine.backends.cuda import COLUMNS, PASSES, CudaBackend
 from engine.errors import ContextOverflow, DeviceOutOfMemory
 from engine.packed.matrix import Storage
 from engine.sampling import Sampling, sample
+from kernels.cuda import megakernel as megakernel_module
 from tests.gpu.conftest import Opener
 from tests.gpu.models import SHAPES, RandomModel, adopt_cache, config_of, relative_error
 from tests.synthetic import small_config
@@ -233,6 +234,27 @@ def test_twenty_thousand_tokens(opened: Opener, record_property):
     record_property("tokens_per_second", round(20000 / (time.perf_counter() - started)))
     assert len(ids) == 20000
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_settling_changes_times_only(opened: Opener, columns: int):
+    model = small_model()
+    backend = opened(model, 300)
+    megakernel = backend._megakernel
+    assert megakernel is not None
+    prompt, tokens = random_tokens(60, model.config.vocab_size), random_tokens(columns, model.config.vocab_size, 2)
+    backend.step(prompt)
+    before = megakernel.step(tokens, 60)[0].cpu()
+    seconds = megakernel.settle(columns)
+    assert len(seconds) == megakernel_module.PLACES
+    assert min(seconds) > 0
+    assert torch.equal(megakernel.step(tokens, 60)[0].cpu(), before)
+
+
+def test_a_cache_shorter_than_a_step_is_not_settled(opened: Opener):
+    megakernel = opened(small_model(), 3)._megakernel
+    assert megakernel is not None
+    assert megakernel.settle(4) == []
 
 
 def test_poisoned_memory_changes_nothing(opened: Opener):

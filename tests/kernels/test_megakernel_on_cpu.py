@@ -338,7 +338,7 @@ def test_pairs_read_many_long_heads(tmp_path: Path):
     [
         (2624, 8, {"PAIRS": 0}, [8, 2, 0, 0]),  # a part of an item, and warps without any
         (8192, 4, {}, [4, 2, 1, 1]),
-        (8192, 4, {"STAGE_AHEAD": 0}, [4, 2, 1, 1]),  # as with a drafter
+        (8192, 4, {"STAGE_AHEAD": 0}, [4, 2, 1, 1]),
         (8192, 2, {"PAIRS": 0}, [4, 2, 0, 1]),  # more items than warps: the second column comes before the next place
         (1280, 8, {"PAIRS": 0, "STAGE_LOADS": 2}, [3, 2, 0, 1]),  # 2 + 1, and some warps have no third
         (8192, 2, {}, [2, 2, 1, 1]),
