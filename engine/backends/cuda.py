@@ -509,7 +509,7 @@ def _open(
         columns = max(widths)
         for width in widths:
             megakernel.compile(width)
-        megakernel.settle(1)
+        megakernel.settle()
         cubin = compile_cubin(
             SOURCE,
             arch=architecture(gpu.capability),

@@ -59,7 +59,6 @@ struct Parameters {  // mirrored by megakernel.py
 };
 
 constexpr int PADDED_TOKENS = TOKEN_TILES * 4;
-__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 template <class... P>
 __device__ constexpr int most_groups() {
     int most = 0;

@@ -410,33 +410,31 @@ class Megakernel:
         one that holds the drafter."""
         return self._kernel(columns, learned)[1]
 
-    def settle(self, columns: int = 1) -> list[float]:
-        """Keep the hops' buffers of steps of that many tokens where steps are fastest; seconds a step at each place.
+    def settle(self) -> list[float]:
+        """Keep the hops' buffers of single passes where they are fastest; seconds a pass at each of PLACES places.
 
-        Where in memory they lie decides over 3 % of one token (H200), and nothing but trying tells; steps of several
-        tokens have not been seen to gain by it. Overwrites the cache at `columns` positions, so it is for a cache that
-        holds nothing yet. Takes 84 steps; none, and returns nothing, where the cache is shorter than a step.
+        Where in memory they lie decides over 3 % of one (H200), and nothing but trying tells; steps of several tokens
+        have not been seen to gain by it. Overwrites one position of the cache, so it is for a cache that holds nothing
+        yet. Takes 84 passes.
 
         Raises driver.NotResident, token_ring.KernelStopped.
         """
-        torch, plan = self._torch, self.compile(columns)
-        position = min(1024, self.context_size) - columns
-        if position < 0:
-            return []
+        torch, plan = self._torch, self.compile(1)
+        position = min(1024, self.context_size) - 1
         events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS_A_PLACE + 1)]
         places, seconds = [], []
         for _ in range(PLACES):
             places.append(torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=self._device))
-            self._hops[plan.columns, plan.scratch_bytes] = places[-1]
+            self._hops[1, plan.scratch_bytes] = places[-1]
             for event in events:
-                self.step(range(columns), position)
+                self.step([0], position)
                 event.record()
             with contextlib.suppress(torch.AcceleratorError):  # what the kernel has reported says more
                 events[-1].synchronize()
             self._raise_if_stopped()
             spans = [begin.elapsed_time(end) * 1e-3 for begin, end in itertools.pairwise(events)]
             seconds.append(statistics.median(spans))
-        self._hops[plan.columns, plan.scratch_bytes] = places[seconds.index(min(seconds))]
+        self._hops[1, plan.scratch_bytes] = places[seconds.index(min(seconds))]
         return seconds
 
     def registers(self, columns: int, learned: bool = False) -> tuple[int, int] | None:

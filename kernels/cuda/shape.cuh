@@ -20,6 +20,7 @@ constexpr int SIDE = COLUMNS < 4 ? COLUMNS : 4, REPLICAS = 4 / SIDE;
 constexpr int TURNS = COLUMNS / SIDE;  // of a warp, for all columns of a tile
 
 __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 enum Format { INT4 = 0, INT4_ASYMMETRIC = 1, INT8 = 2, BF16 = 3 };
 

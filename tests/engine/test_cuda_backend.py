@@ -535,7 +535,7 @@ def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
         (KernelStopped("the kernel stopped waiting (wait 3, block 7)"), "The GPU failed: the kernel stopped waiting"),
         (torch.AcceleratorError("an illegal access\nand much more"), "The GPU failed: an illegal access$"),
         (CudaError("cuLaunchKernelEx", 719, "LAUNCH_FAILED"), "The GPU failed: .*LAUNCH_FAILED"),
-        (CudaError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY"), "64"),  # names the sizes
+        (CudaError("cuModuleLoadData", 2, "CUDA_ERROR_OUT_OF_MEMORY"), "KV cache for 64 positions"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

@@ -76,17 +76,19 @@ def speculate(
 def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str, Any], record_property):
     model = small_model(tie_word_embeddings=False)  # greedy replies run into cycles of several tokens
     backend = opened(model, 1024)
-    prompt, count = random_tokens(70, model.config.vocab_size), 400
+    # Random weights repeat themselves little: the reference's greedy replies would accept 6 to 13 drafts in 400 tokens,
+    # 19 to 77 in 900.
+    prompt, count, compared = random_tokens(70, model.config.vocab_size), 400 if sampling else 900, 400
     backend.step(prompt[:-1])
     ids, steps = speculate(backend, prompt, count, width, **sampling)
     assert len(ids) == count
     assert backend.position == len(prompt) - 1 + count
     record_property("acceptance_length", count / len(steps))
     if not sampling:
-        assert sum(step.accepted for step in steps) > 0  # few: random weights repeat themselves little
+        assert sum(step.accepted for step in steps) > 8
     backend.truncate(len(prompt) - 1)
     history, different, worst = list(prompt), 0, 0.0
-    for token in ids:
+    for token in ids[:compared]:
         logits = backend.step([history[-1]]).logits[0]
         if sample(logits, Sampling(**sampling), history) != token:
             different += 1
@@ -96,7 +98,7 @@ def test_a_reply_is_that_of_single_steps(opened, width: int, sampling: dict[str,
     record_property("different", different)
     record_property("closest_call", worst)
     # Only near ties may differ: widths round differently. Of a hundred borders between ids some lie near every draw.
-    assert different <= (2 if not sampling else count / 40)
+    assert different <= (2 if not sampling else compared / 40)
     assert worst < (NEAR_TIE if not sampling else NEAR_BORDER)
 
 
