@@ -36,8 +36,8 @@ struct AttentionArena {
     static constexpr int QUERY_BYTES = 8 * HEAD_DIM * 2;  // 8 rows, one part, in the order of kv_layout.cuh's keys
     u8 queries[QUERY_BLOCKS][2][QUERY_BYTES];
     u8 tail[KV_BYTES];
-    float sums[QUERY_BLOCKS * KEY_WARPS][PARTIAL_ROWS][HEAD_DIM + 8];  // 8 more: two rows share no bank
-    float2 weights[QUERY_BLOCKS * KEY_WARPS][PARTIAL_ROWS];  // largest score, sum of exponentials
+    float sums[KEY_WARPS][QUERY_ROWS][HEAD_DIM + 8];  // 8 more: two rows share no bank
+    float2 weights[KEY_WARPS][QUERY_ROWS];  // largest score, sum of exponentials
 };
 static_assert(sizeof(AttentionArena) <= ARENA_BYTES, "attention fits the arena");
 
@@ -268,14 +268,12 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     c.forget();
     const KeyShare& share = c.s.share;
     AttentionArena& arena = *reinterpret_cast<AttentionArena*>(c.arena);
-    c.sync();  // the arena may still hold sums that are being reduced
     receive_heads(c, share, layer, position, epoch);
     profile.stamp(4);
     c.sync();
     c.forget();
     const int query_block = c.warp % QUERY_BLOCKS, part = c.warp / QUERY_BLOCKS % VALUE_PARTS;
     const int key_warp = c.warp / KEY_READERS;
-    const int mine = query_block * KEY_WARPS + key_warp;
     if (key_warp < KEY_WARPS) {
         const Queries queries(arena.queries[query_block][0], c.lane);
         const int row = query_block * 8 + c.lane / 4;
@@ -304,10 +302,10 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
         }
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 1);
         gathered.sum += __shfl_xor_sync(ALL_LANES, gathered.sum, 2);
-        const int g = c.lane / 4, t = c.lane % 4;
-        if (g < PARTIAL_ROWS) {
-            if (t == 0 && part == 0) arena.weights[mine][g] = make_float2(gathered.largest, gathered.sum);
-            float* const sums = arena.sums[mine][g];
+        const int t = c.lane % 4;
+        if (row < QUERY_ROWS) {
+            if (t == 0 && part == 0) arena.weights[key_warp][row] = make_float2(gathered.largest, gathered.sum);
+            float* const sums = arena.sums[key_warp][row];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const auto sum = [&](int n) { return gathered.values[n][e] + gathered.values[n][2 + e]; };
@@ -331,8 +329,7 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
     for (int first_row = c.warp * ROWS_AT_ONCE; first_row < QUERY_ROWS; first_row += WARPS * ROWS_AT_ONCE) {
         const bool inside = first_row + c.lane / ROW_LANES < QUERY_ROWS;
         const int row = min(first_row + c.lane / ROW_LANES, QUERY_ROWS - 1);
-        const int first = row / 8 * KEY_WARPS, g = row % 8;
-        const float2 own = own_lane < parts ? arena.weights[first + own_lane][g] : make_float2(NOTHING, 0.0f);
+        const float2 own = own_lane < parts ? arena.weights[own_lane][row] : make_float2(NOTHING, 0.0f);
         // The published maximum must be exact, so it is one that a word can hold.
         const float top = over_row(own.x, [](float a, float b) { return fmaxf(a, b); });
         const float largest = value_of(__float_as_uint(top));
@@ -348,7 +345,7 @@ __device__ __forceinline__ void attention(Context& c, Profile& profile, int laye
             const float f = __shfl_sync(ALL_LANES, factor, c.lane / ROW_LANES * ROW_LANES + w);
 #pragma unroll
             for (int i = 0; i < ROW_STEPS; i++) {
-                const float4 v = *reinterpret_cast<const float4*>(&arena.sums[first + w][g][(i * ROW_LANES + own_lane) * 4]);
+                const float4 v = *reinterpret_cast<const float4*>(&arena.sums[w][row][(i * ROW_LANES + own_lane) * 4]);
                 value[i][0] += f * v.x, value[i][1] += f * v.y, value[i][2] += f * v.z, value[i][3] += f * v.w;
             }
         }

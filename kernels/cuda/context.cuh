@@ -182,7 +182,6 @@ __device__ __forceinline__ int token_of(const Shared& s, int column, int only_to
 
 // Dynamic shared memory: the ring's slots, the arena (activations and sums; attention reuses it), then Shared.
 static_assert(STAGES * STAGE_BYTES + ARENA_BYTES + sizeof(Shared) <= SHARED_BYTES, "plan.py counts shared memory");
-static_assert(X_BYTES + PART_BYTES <= ARENA_BYTES, "x and sums fit the arena");
 
 // This SM's place among those of its cluster.
 __device__ __forceinline__ int cluster_rank() { return RANKS > 1 ? blockIdx.x % RANKS : 0; }
@@ -210,7 +209,8 @@ struct Context {
     // At the start of a phase: see opaque().
     __device__ __forceinline__ void forget() { warp = opaque(warp), lane = opaque(lane); }
 
-    __device__ __forceinline__ float* part() const { return reinterpret_cast<float*>(arena + X_BYTES); }
+    template <class P>
+    __device__ __forceinline__ float* part() const { return reinterpret_cast<float*>(arena + P::SUMS_AT); }
     __device__ __forceinline__ void sync() const { sync_consumers(); }
     // The copy of the hops' buffers that this SM reads.
     __device__ __forceinline__ const u32* copy() const {

@@ -188,7 +188,7 @@ struct DraftPass {
         c.forget();
         const int tiles = c.tiles.count[DQkv::INDEX];
         if (tiles == 0) return;
-        float* const part = c.part();
+        float* const part = c.part<DQkv>();
         float* const second = part + tiles * DQkv::UNITS * PART_UNIT;
         stage_embedding<DQkvHalf>(c, c.p.draft_norms + NORM_EMBEDDING * HIDDEN, [&](int column) {
             return pass == 0 ? c.s.step.choice[min(column, state().kept - 1)] : state().tokens[pass - 1];
@@ -216,7 +216,7 @@ struct DraftPass {
             if (tile_in_all * TILE_ROWS < HEADS * HEAD_DIM) x.x *= D_QUERY_SCALE, x.y *= D_QUERY_SCALE;
             store_heads(hop(), tile_in_all, place, x, epoch, c.lane);
         });
-        if constexpr (SLICED) c.sync();  // as at the end of run_phase
+        c.sync();  // as at the end of run_phase
     }
 
     // From the fused or the last pass' hidden state, epoch layers - 1, to the next one. Returns this thread's best draft.

@@ -346,14 +346,6 @@ __device__ __forceinline__ void finish_tiles(Context& c, int first, int tiles, E
     }
 }
 
-template <class... P>
-constexpr bool ANY_BY_SLICE = (BY_SLICE<P> || ...);
-#ifdef DRAFTER
-constexpr bool SLICED = ANY_BY_SLICE<Qkv, Out, GateUp, Down, Head, DFc, DOut, DGateUp, DDown, DHead>;
-#else
-constexpr bool SLICED = ANY_BY_SLICE<Qkv, Out, GateUp, Down, Head>;
-#endif
-
 // A whole phase: `stage(piece)` puts x into shared memory for the warps that read it, the tiles are multiplied, and
 // `finish(tile, place, sums)` is called by one warp for each own tile, as often as its columns need, with the lane's sums
 // as tile_sums returns them. `meanwhile` is called by every warp when its share is multiplied. An SM without tiles does
@@ -366,21 +358,19 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
     c.forget();
     const int tiles = c.tiles.count[P::INDEX];
     if (tiles == 0) return;
-    float* part = c.part();
+    float* const part = c.part<P>();
     if constexpr (P::BATCH >= P::MOST_TILES) {
         constexpr int CHUNKS_PER_PIECE = P::CHUNKS / P::PIECES;
 #pragma unroll 1
         for (int piece = 0; piece < P::PIECES; piece++) {
             stage(piece);
             profile.stamp(slot);
-            c.forget();
 #pragma unroll 1
             for (int i = 0; i < CHUNKS_PER_PIECE; i++)
                 multiply_tiles<P>(c, tiles, piece * CHUNKS_PER_PIECE + i, i * P::CHUNK_BLOCKS, part);
             profile.stamp(slot + 2);
             meanwhile();
             c.sync();
-            c.forget();
         }
         const auto sums = [&](int tile, Place place) { return tile_sums<P>(part, tiles, tile, place, c.lane); };
         finish_tiles<P>(c, 0, tiles, epoch, sums, finish);
@@ -400,6 +390,6 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             finish_tiles<P>(c, first, n, epoch, sums, finish);
         }
     }
-    if constexpr (SLICED) c.sync();  // sums have been read: the next phase's are written before all warps have met again
+    c.sync();  // sums have been read: what comes next may use the arena as it likes
     profile.stamp(slot + 3);
 }

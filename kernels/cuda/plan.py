@@ -32,6 +32,7 @@ STAGE_BYTES = 17408
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none
+LATE_WINDOW = 3  # and in a phase whose weights are more than the ring holds, while the first of them are multiplied
 KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with one or two columns
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
@@ -70,7 +71,7 @@ def make_plan(
     """The plan for one GPU of `sms` SMs whose blocks may have `shared_limit` bytes of shared memory.
 
     drafting: of a learned drafter that the speculative loop (columns > 1) shall hold.
-    tuning: overrides of WINDOW, HEAD_WINDOW, KEYS_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, STAGE_AHEAD,
+    tuning: overrides of WINDOW, HEAD_WINDOW, LATE_WINDOW, KEYS_WINDOW, L2_AHEAD, HOP_COPIES, STAGE_LOADS, STAGE_AHEAD,
     BLOCKS_PER_SPLIT, STAGES, STAGE_BYTES and CONSUMER_WARPS; PROFILE=1 stamps clocks by phase, NO_WAIT=1 waits for no
     other SM, NO_COPY=1 reads no weights, FORCED_ACCEPTANCE=1 takes as many drafts for right as it is told (all three:
     wrong results, for diagnosis and cost curves). LANES_ARRIVE=1 tells racecheck more about the ring's order. (PAIRS=0,
@@ -100,10 +101,26 @@ def make_plan(
         held |= {f"d_{name}": (phase, drafting.split) for name, phase in drafting.phases.items()}
     most = {name: max(row[tiles_index(p.name)] for row in s.count) for name, (p, s) in held.items()}
     part_unit = columns * TILE_ROWS + 8  # floats; the 8 spread four units over all banks
-    budget = {1: 10752, 2: 13312, 4: 24576, 8: 45056}[columns]
+
+    def pieces(phase: Phase) -> int:
+        return 1 if columns * phase.own_k * phase.x_bytes <= 40000 and not phase.apart else phase.chunks
+
+    def align(size: int) -> int:
+        return -(-size // 128) * 128
+
+    def staged(phase: Phase) -> int:
+        return align(2 * columns * (phase.own_k // pieces(phase) * phase.x_bytes // 2 + 16))
+
+    # The arena holds a phase's x and, behind it, the sums of its tiles (where these are too many, of two batches in
+    # turns); or attention's queries, newest keys and sums.
+    queries = query_blocks * 2 * 8 * hd * 2
+    arena = align(queries + kv_bytes + lanes * group_heads * columns * (hd + 8 + 2) * 4)
+    layers_budget = {1: 10752, 2: 13312, 4: 24576, 8: 45056}[columns]
     batch = {}
-    for name, (phase, _) in held.items():
+    for name, (phase, _) in sorted(held.items(), key=lambda item: item[1][0].name == "head"):
         per_tile = phase.chunks * phase.units * part_unit * 4
+        # The heads come last and make do with what the layers' phases need, if that is enough for four tiles.
+        budget = max(arena - staged(phase), 4 * per_tile) if phase.name == "head" else layers_budget
         batch[name] = most[name] if most[name] * per_tile <= budget else max(phase.shares, budget // 2 // per_tile)
         per_stage = phase.units_per_stage(wanted, warps)
         whole = per_stage // math.gcd(per_stage, phase.units)  # tiles that fill whole stages
@@ -112,26 +129,10 @@ def make_plan(
             batch[name] -= batch[name] % (whole if whole < batch[name] else phase.shares)
         if phase.name == "down" or phase.chunks > 1:
             batch[name] = most[name]  # the residual's owner reduces all its rows at once
-    part = max(
-        batch[n] * p.chunks * p.units * part_unit * 4 * (2 if batch[n] < most[n] else 1) for n, (p, _) in held.items()
-    )
-    part = -(-part // 128) * 128
-
-    def pieces(phase: Phase) -> int:
-        return 1 if columns * phase.own_k * phase.x_bytes <= 40000 and not phase.apart else phase.chunks
-
-    def staged(phase: Phase) -> int:
-        return 2 * columns * (phase.own_k // pieces(phase) * phase.x_bytes // 2 + 16)
-
-    x = -(-max(staged(p) for p, _ in held.values()) // 128) * 128
-    queries = query_blocks * 2 * 8 * hd * 2
-    rows = min(8, group_heads * columns)
-    attention = queries + kv_bytes + query_blocks * lanes * rows * (hd + 8 + 2) * 4
-    arena = max(x + part, attention)
-    arena = -(-arena // 128) * 128
+        arena = max(arena, align(staged(phase) + batch[name] * per_tile * (2 if batch[name] < most[name] else 1)))
 
     stage = max([p.units_per_stage(wanted, warps) * p.unit_bytes for p, _ in held.values()] + [kv_per_stage * kv_bytes])
-    stage = -(-stage // 128) * 128
+    stage = align(stage)
     groups = max(p.own_k // pieces(p) // (p.group or 64) for p, _ in held.values()) + 4  # of x, by the weights' scales
     seen = most["head"] * TILE_ROWS * 4
     own = {name: len(own_tiles(tiles, held[name][0].shares, 0)) for name, tiles in most.items()}
@@ -194,13 +195,12 @@ def make_plan(
         "STAGES": str(stages),
         "LAYER_WINDOW": str(window(tuning.get("WINDOW", WINDOW))),
         "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", HEAD_WINDOW))),
+        "LATE_WINDOW": str(window(tuning.get("LATE_WINDOW", LATE_WINDOW))),
         "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW if columns <= 2 else WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),
         "STAGE_LOADS": str(tuning.get("STAGE_LOADS", DRAFTER_STAGE_LOADS if drafting else STAGE_LOADS)),
         "STAGE_AHEAD": str(tuning.get("STAGE_AHEAD", 0 if drafting else 1)),  # the next two are under way meanwhile
         "EMPTY_ARRIVALS": str(EMPTY_ARRIVALS),
-        "PART_BYTES": str(part),
-        "X_BYTES": str(x),
         "ARENA_BYTES": str(arena),
         "SEEN_ROWS": str(most["head"] * TILE_ROWS),
         "RESIDUAL_TILES": str(own["o"]),

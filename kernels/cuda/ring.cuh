@@ -74,7 +74,9 @@ struct Producer {
             barrier_wait(&barriers.empty[next.slot], next.parity ^ 1, WAIT_EMPTY);
             clocks.stamp(ProducerClocks::ROOM);
             // A bounded window keeps the queues of the memory system short: hops wait behind them otherwise.
-            while (in_flight >= window) drain_one();
+            // What the ring cannot hold beside its phase's first stages is asked for while these are multiplied.
+            const int most = WEIGHTS && u >= STAGES * UNITS_PER_STAGE ? larger(window, LATE_WINDOW) : window;
+            while (in_flight >= most) drain_one();
             clocks.stamp(ProducerClocks::IN_FLIGHT);
             fill(source + size_t(u) * UNIT_BYTES, n * UNIT_BYTES, (EMPTY_ARRIVALS - n * readers) * RELEASES);
             if constexpr (L2_AHEAD > 0) {

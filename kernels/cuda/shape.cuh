@@ -49,6 +49,7 @@ struct Phase {
     static constexpr int X_BLOCK = FORMAT == BF16 ? 128 : 64;  // bytes of 64 channels of one part of one token
     static constexpr int X_STRIDE = STAGED_K / 64 * X_BLOCK + 16;  // 16 more: 8 columns share no bank
     static constexpr int GROUPS = STAGED_K / GROUP;  // of the weights
+    static constexpr int SUMS_AT = (2 * COLUMNS * X_STRIDE + 127) / 128 * 128;  // in the arena, behind x
 
     static constexpr int MOST_OWN_TILES = (MOST_TILES + SHARES - 1) / SHARES;  // whose sums this SM brings to an end
     static constexpr int TILES_AT_ONCE = BATCH < MOST_TILES ? BATCH : MOST_TILES;
@@ -64,10 +65,10 @@ struct Phase {
     static_assert(STAGED_K % 64 == 0 && STAGED_K % GROUP == 0, "x is staged in whole blocks and groups");
     static_assert(WARPS % UNITS_PER_STAGE == 0, "a round of all warps is whole stages");
     static_assert(UNITS_PER_STAGE * UNIT_BYTES <= STAGE_BYTES && UNIT_BYTES % 16 == 0, "bulk copies of 16 bytes");
-    static_assert(2 * COLUMNS * X_STRIDE <= X_BYTES, "x fits its buffer");
     static_assert(CHUNKS == 1 || BATCH == MOST_TILES, "chunked phases are reduced in one batch");
     static_assert(PIECES == 1 || PIECES == CHUNKS, "x is staged whole, or chunk by chunk");
-    static_assert(BATCH * CHUNKS * UNITS * PART_UNIT * 4 * (BATCH < MOST_TILES ? 2 : 1) <= PART_BYTES, "sums fit");
+    static_assert(SUMS_AT + BATCH * CHUNKS * UNITS * PART_UNIT * 4 * (BATCH < MOST_TILES ? 2 : 1) <= ARENA_BYTES,
+                  "x and sums fit the arena");
 };
 
 #define FLINT_PHASE(NAME, INDEX)                                                                                      \
@@ -106,7 +107,6 @@ constexpr int VALUE_PARTS = HEAD_DIM / 64;  // warps that share the values of a 
 constexpr int KEY_READERS = QUERY_BLOCKS * VALUE_PARTS;  // warps that read a block
 // Warps that share the keys of one block of queries. A round of them fits the ring, as for weights (gemv.cuh).
 constexpr int KEY_WARPS = smaller(WARPS / KEY_READERS, STAGES * KV_PER_STAGE);
-constexpr int PARTIAL_ROWS = QUERY_ROWS < 8 ? QUERY_ROWS : 8;
 constexpr int MANY_KEYS = 16;  // blocks of a split
 constexpr int KV_BYTES = 2 * 16 * HEAD_DIM * 2;  // keys and values of 16 positions
 static_assert(KV_PER_STAGE * KV_BYTES <= STAGE_BYTES, "KV blocks fit a stage");
