@@ -7,10 +7,10 @@
 // Few values travel as words: the upper 24 bits of a float and 8 bits of tag. Many travel as packets, because every SM
 // reads all of them: eight channels that share an exponent, two to a word,
 //
-//     | mantissa of channel 2p + 1 : 14 | bits 2p, 2p + 1 of the exponent : 2 | mantissa of channel 2p : 14 | tag : 2 |
+//     | 8192 + mantissa of channel 2p + 1 : 14 | bits 2p, 2p + 1 of the exponent : 2 | 8192 + that of 2p : 14 | tag : 2 |
 //
 // so that each of the four words says itself whether it has come. Half the bytes of words, and what a reader does with
-// a value is integer arithmetic: a mantissa is aligned to the largest exponent of 256 channels by one multiplication.
+// a value is integer arithmetic: a shift aligns two mantissas to the largest exponent of 256 channels.
 #pragma once
 #include "context.cuh"
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool fresh(u32 w, Epoch epoch) {
 
 constexpr int PACKET = 8;          // channels
 constexpr int ITEM = PACKET * 32;  // channels that a warp stages at a time; they share the unit of fixed point
-constexpr u32 MANTISSAS = 0xfffcfffcu;
+constexpr u32 MANTISSA = 0xfffcu, BOTH = 0x10001u;  // a mantissa's bits of its half of a word; times that, of both halves
 constexpr u32 LEAST_EXPONENT = 21, NAN_EXPONENT = 255;  // below it, channels are zero
 
 __device__ __forceinline__ bool fresh(const uint4& p, Epoch epoch) {
@@ -70,14 +70,14 @@ __device__ __forceinline__ float power_of_two(u32 exponent) { return __uint_as_f
 // What one step of 16-bit fixed point is worth.
 __device__ __forceinline__ float unit_of(u32 exponent) {
     if (exponent == NAN_EXPONENT) return __uint_as_float(0x7fc00000u);  // what broke elsewhere must show
-    return exponent < LEAST_EXPONENT ? 0.0f : power_of_two(exponent - 14);
+    return power_of_two(max(exponent, LEAST_EXPONENT) - 14);  // below it, of zeros
 }
 __device__ __forceinline__ float units_in_one(u32 exponent) {
     return exponent < LEAST_EXPONENT || exponent == NAN_EXPONENT ? 0.0f : power_of_two(268 - exponent);
 }
 
 __device__ __forceinline__ u32 word_of_packet(int even, int odd, u32 exponent, int nth, Epoch epoch) {
-    return u32(odd) << 18 | (exponent >> (2 * nth) & 3) << 16 | (u32(even) & 0x3fff) << 2 | epoch.packet;
+    return u32(odd + 8192) << 18 | (exponent >> (2 * nth) & 3) << 16 | u32(even + 8192) << 2 | epoch.packet;
 }
 
 // The bits of the largest magnitude among the eight channels of a packet, which lie in lanes STEP apart.

@@ -29,9 +29,12 @@ CONSUMER_WARPS = 16
 MAX_SPLITS = 16  # of the keys of one KV head
 # Wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not.
 STAGE_BYTES = 17408
+# Eight columns are so slow that half as many bytes in flight do, and hops wait for fewer; unless a layer is long (on an
+# H200 Granite-3B's, 300 KB an SM, took 1,062 instead of 1,085 us, Mistral-7B's, 870 KB, 1,885 instead of 1,751).
+SLOW_COLUMNS, LONG_LAYER = 8, 524288
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
-HEAD_WINDOW = 4  # and in the head, where there are none
+HEAD_WINDOW = 4  # and in the head, where there are none; of half stages twice as many
 LATE_WINDOW = 3  # and in a phase whose weights are more than the ring holds, while the first of them are multiplied
 KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with one or two columns
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
@@ -93,7 +96,9 @@ def make_plan(
     kv_bytes = 4 * KV_BLOCK * hd
     shares = phases["o"].shares
     copies = 1 if shares > 1 and columns > 1 else HOP_COPIES
-    wanted, copies = tuning.get("STAGE_BYTES", STAGE_BYTES), tuning.get("HOP_COPIES", copies)
+    halved = columns >= SLOW_COLUMNS and max(split.layer_bytes) < LONG_LAYER and kv_bytes <= STAGE_BYTES // 2
+    wanted = tuning.get("STAGE_BYTES", STAGE_BYTES // 2 if halved else STAGE_BYTES)
+    head_window, copies = HEAD_WINDOW * (2 if halved else 1), tuning.get("HOP_COPIES", copies)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 
     held = {name: (phase, split) for name, phase in phases.items()}  # what the kernel runs
@@ -194,7 +199,7 @@ def make_plan(
         "STAGE_BYTES": str(stage),
         "STAGES": str(stages),
         "LAYER_WINDOW": str(window(tuning.get("WINDOW", WINDOW))),
-        "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", HEAD_WINDOW))),
+        "HEAD_WINDOW": str(window(tuning.get("HEAD_WINDOW", head_window))),
         "LATE_WINDOW": str(window(tuning.get("LATE_WINDOW", LATE_WINDOW))),
         "KEYS_WINDOW": str(window(tuning.get("KEYS_WINDOW", KEYS_WINDOW if columns <= 2 else WINDOW))),
         "L2_AHEAD": str(tuning.get("L2_AHEAD", L2_AHEAD)),

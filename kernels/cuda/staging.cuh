@@ -65,17 +65,17 @@ constexpr bool X_STAYS = P::SAME_K && (TOKEN_TILES == 1 || P::GROUP >= 64);
 template <class P>
 constexpr bool SUMS_BY_PRODUCT = P::IS_INT4 && X_STAYS<P> && COLUMNS >= 4;
 
-// fixed: a lane's channels as (x + 128) << 16, so that byte 3 is the high part and byte 2 the low one, its top bit flipped.
+// pairs: a lane's channels, two to a word, each half x + 32768 + 128: then its bytes are the high part and the low one, their
+// top bits flipped.
 template <class P>
-__device__ __forceinline__ void store_fixed(const Context& c, const int (&fixed)[PACKET], u32 exponent, bool inside,
+__device__ __forceinline__ void store_fixed(const Context& c, const u32 (&pairs)[PACKET / 2], u32 exponent, bool inside,
                                             int column, int item) {
     u8* const at = staged<P>(c, column, item);
     int highs = 0, lows = 0;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        const int* const f = fixed + 4 * e;
-        const u32 first = __byte_perm(f[0], f[1], 0x7362), second = __byte_perm(f[2], f[3], 0x7362);  // lows, then highs
-        const u32 low = __byte_perm(first, second, 0x5410) ^ 0x80808080u, high = __byte_perm(first, second, 0x7632);
+        const u32 high = __byte_perm(pairs[2 * e], pairs[2 * e + 1], 0x7531) ^ 0x80808080u;
+        const u32 low = __byte_perm(pairs[2 * e], pairs[2 * e + 1], 0x6420) ^ 0x80808080u;
         if (inside) {
             *reinterpret_cast<u32*>(at + e * 16) = high;
             *reinterpret_cast<u32*>(at + e * 16 + P::X_STRIDE) = low;
@@ -114,37 +114,37 @@ __device__ __forceinline__ void put_values(const Context& c, const float (&v)[PA
         for (int i = 0; i < PACKET; i++) largest = max(largest, __float_as_uint(fabsf(v[i])));
         const u32 exponent = exponent_for(__reduce_max_sync(ALL_LANES, inside ? largest : 0u));
         const float scale = units_in_one(exponent);
-        int fixed[PACKET];
+        u32 pairs[PACKET / 2];
 #pragma unroll
-        for (int i = 0; i < PACKET; i++) fixed[i] = __float2int_rn(v[i] * scale) * 65536 + 0x800000;
-        store_fixed<P>(c, fixed, exponent, inside, column, item);
+        for (int i = 0; i < PACKET / 2; i++)
+            pairs[i] = u32(__float2int_rn(v[2 * i] * scale) + 0x8080) | u32(__float2int_rn(v[2 * i + 1] * scale) + 0x8080) << 16;
+        store_fixed<P>(c, pairs, exponent, inside, column, item);
     }
 }
 
 // The same, from packets.
 template <class P>
 __device__ __forceinline__ void put_packet(const Context& c, const uint4& packet, bool inside, int column, int item) {
-    const u32 words[4] = {packet.x & MANTISSAS, packet.y & MANTISSAS, packet.z & MANTISSAS, packet.w & MANTISSAS};
+    const u32 words[4] = {packet.x, packet.y, packet.z, packet.w};
     const u32 own = inside ? exponent_of(packet) : 0;
     if constexpr (P::FORMAT == BF16) {
         const float unit = unit_of(own);
         float v[PACKET];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            v[2 * i] = float(int(short(words[i]))) * unit;
-            v[2 * i + 1] = float(int(words[i]) >> 16) * unit;
+            v[2 * i] = float(int(words[i] & MANTISSA) - 32768) * unit;
+            v[2 * i + 1] = float(int(words[i] >> 16 & MANTISSA) - 32768) * unit;
         }
         store_bf16<P>(c, v, inside, column, item);
     } else {
-        const u32 exponent = __reduce_max_sync(ALL_LANES, own);
-        const int factor = int(65536u >> min(exponent - own, 31u));
-        int fixed[PACKET];
+        // Two mantissas are shifted at once, and what was 32768 comes to be again. Of small packets it cuts off what is below
+        // a step of the largest one's fixed point.
+        const u32 exponent = __reduce_max_sync(ALL_LANES, own), shift = min(exponent - own, 31u);
+        const u32 mask = (MANTISSA >> shift) * BOTH, offset = 0x8080 * BOTH - (0x8000u >> shift) * BOTH;
+        u32 pairs[PACKET / 2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {  // 0x8000 rounds
-            fixed[2 * i] = int(short(words[i])) * factor + 0x808000;
-            fixed[2 * i + 1] = (int(words[i]) >> 16) * factor + 0x808000;
-        }
-        store_fixed<P>(c, fixed, exponent, inside, column, item);
+        for (int i = 0; i < 4; i++) pairs[i] = (words[i] >> shift & mask) + offset;
+        store_fixed<P>(c, pairs, exponent, inside, column, item);
     }
 }
 
