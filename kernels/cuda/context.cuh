@@ -148,7 +148,7 @@ struct Shared {
     alignas(16) GroupOfX x[PADDED_TOKENS][MOST_GROUPS];  // by the weights' scale groups
     KeyShare share;
     float squares[COLUMNS][SQUARE_ITEMS];  // of the embedding
-    float factor[2][NORMED_PHASES][COLUMNS];  // RMSNorm's, by the layer's parity: a slow warp may still read the last
+    float factor[NORMED_PHASES][COLUMNS];  // RMSNorm's
     float norm_weight[2][RESIDUAL_TILES * TILE_ROWS];  // of the owned rows, for what reads them after o, after down
     float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
     float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];

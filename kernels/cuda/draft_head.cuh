@@ -222,7 +222,7 @@ struct DraftPass {
     // From the fused or the last pass' hidden state, epoch layers - 1, to the next one. Returns this thread's best draft.
     __device__ __forceinline__ u64 run() const {
         const Epoch epoch(layers);
-        float(*const factors)[COLUMNS] = c.s.factor[layers & 1];
+        float(*const factors)[COLUMNS] = c.s.factor;
         const auto nothing = [] {};
         qkv(factors[NORM_QKV], Epoch(layers - 1), epoch);
         attention(c, profile, LAYERS, position(), epoch);

@@ -366,8 +366,10 @@ __device__ __forceinline__ void run_phase(Context& c, Profile& profile, int slot
             stage(piece);
             profile.stamp(slot);
 #pragma unroll 1
-            for (int i = 0; i < CHUNKS_PER_PIECE; i++)
+            for (int i = 0; i < CHUNKS_PER_PIECE; i++) {
+                if (i > 0) c.sync();  // from one chunk to the next a warp may step further than the ring reaches
                 multiply_tiles<P>(c, tiles, piece * CHUNKS_PER_PIECE + i, i * P::CHUNK_BLOCKS, part);
+            }
             profile.stamp(slot + 2);
             meanwhile();
             c.sync();

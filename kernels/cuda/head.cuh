@@ -89,7 +89,7 @@ struct Window {
 __device__ __forceinline__ u64 run_head(Context& c, Profile& profile, u32 layers) {
     u64 best = 0;
     const Epoch epoch(layers);
-    float* const factor = c.s.factor[layers & 1][NORM_HEAD];
+    float* const factor = c.s.factor[NORM_HEAD];
     const u32* const hop = c.copy();
     run_phase<Head>(
         c, profile, 20, epoch, [] {},

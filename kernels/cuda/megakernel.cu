@@ -106,7 +106,7 @@ __device__ __forceinline__ void run_layer(Context& c, Profile& profile, int laye
     const u32* const mine = c.copy();
     const Epoch epoch(layers);
     const float* const norms = c.p.norms + size_t(layer) * 2 * HIDDEN;
-    float(*const factors)[COLUMNS] = c.s.factor[layers & 1];
+    float(*const factors)[COLUMNS] = c.s.factor;
     const auto nothing = [] {};
 
     run_phase<Qkv>(

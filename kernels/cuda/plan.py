@@ -30,12 +30,13 @@ MAX_SPLITS = 16  # of the keys of one KV head
 # Wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not.
 STAGE_BYTES = 17408
 # Eight columns are so slow that half as many bytes in flight do, and hops wait for fewer; unless a layer is long (on an
-# H200 Granite-3B's, 300 KB an SM, took 1,062 instead of 1,085 us, Mistral-7B's, 870 KB, 1,885 instead of 1,751).
-SLOW_COLUMNS, LONG_LAYER = 8, 524288
+# H200 Granite-3B's, 300 KB an SM, took 1,062 instead of 1,085 us, Mistral-7B's, 870 KB, 1,885 instead of 1,751), or
+# half a stage would hold less than SHORTEST_STAGE.
+SLOW_COLUMNS, LONG_LAYER, SHORTEST_STAGE = 8, 524288, 8192
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none; of half stages twice as many
-LATE_WINDOW = 3  # and in a phase whose weights are more than the ring holds, while the first of them are multiplied
+LATE_WINDOW = 3  # and while a phase is multiplied whose weights are more than the ring holds, of what follows
 KEYS_WINDOW = 2  # and among many keys, for which all other SMs wait; with one or two columns
 L2_AHEAD = 65536  # bytes that the producer asks the L2 cache for beyond what it copies
 HOP_COPIES = 4  # of what all SMs read; one, where SMs share tiles and there are several columns to be written
@@ -96,9 +97,11 @@ def make_plan(
     kv_bytes = 4 * KV_BLOCK * hd
     shares = phases["o"].shares
     copies = 1 if shares > 1 and columns > 1 else HOP_COPIES
-    halved = columns >= SLOW_COLUMNS and max(split.layer_bytes) < LONG_LAYER and kv_bytes <= STAGE_BYTES // 2
-    wanted = tuning.get("STAGE_BYTES", STAGE_BYTES // 2 if halved else STAGE_BYTES)
-    head_window, copies = HEAD_WINDOW * (2 if halved else 1), tuning.get("HOP_COPIES", copies)
+    half = STAGE_BYTES // 2
+    shortest = min(p.units_per_stage(half, warps) * p.unit_bytes for p in phases.values() if p.name != "head")
+    halved = columns >= SLOW_COLUMNS and max(split.layer_bytes) < LONG_LAYER and shortest >= SHORTEST_STAGE
+    wanted = tuning.get("STAGE_BYTES", half if halved and kv_bytes <= half else STAGE_BYTES)
+    head_window, copies = HEAD_WINDOW * max(1, STAGE_BYTES // wanted), tuning.get("HOP_COPIES", copies)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 
     held = {name: (phase, split) for name, phase in phases.items()}  # what the kernel runs
@@ -127,6 +130,8 @@ def make_plan(
         # The heads come last and make do with what the layers' phases need, if that is enough for four tiles.
         budget = max(arena - staged(phase), 4 * per_tile) if phase.name == "head" else layers_budget
         batch[name] = most[name] if most[name] * per_tile <= budget else max(phase.shares, budget // 2 // per_tile)
+        if phase.name == "head" and most[name] > warps:  # its sums are read while the next are multiplied
+            batch[name] = min(batch[name], -(-most[name] // 2))
         per_stage = phase.units_per_stage(wanted, warps)
         whole = per_stage // math.gcd(per_stage, phase.units)  # tiles that fill whole stages
         whole = math.lcm(whole, phase.shares)  # and of which each SM owns as many
@@ -166,8 +171,8 @@ def make_plan(
     def window(most: int) -> int:
         """Stages in flight. Copies end in any order, and a warp that waits for a slot knows only that the stage a round
         before its own has come: what the slot held before must not be among those still in flight then."""
-        for turn in rounds:
-            most = min(most, stages - turn or most)
+        for turn in rounds:  # one stage in flight at a time is always in order
+            most = min(most, max(1, stages - turn))
         assert most >= 1, "a round of the warps fits the ring"
         return min(most, stages - 1)
 

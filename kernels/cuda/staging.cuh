@@ -137,8 +137,8 @@ __device__ __forceinline__ void put_packet(const Context& c, const uint4& packet
         }
         store_bf16<P>(c, v, inside, column, item);
     } else {
-        // Two mantissas are shifted at once, and what was 32768 comes to be again. Of small packets it cuts off what is below
-        // a step of the largest one's fixed point.
+        // Two mantissas are shifted at once, and what was 32768 comes to be again. Packets of less than an eighth of the
+        // largest are rounded down to a step of its fixed point, 2^-15 of it: below what its own mantissas are rounded to.
         const u32 exponent = __reduce_max_sync(ALL_LANES, own), shift = min(exponent - own, 31u);
         const u32 mask = (MANTISSA >> shift) * BOTH, offset = 0x8080 * BOTH - (0x8000u >> shift) * BOTH;
         u32 pairs[PACKET / 2];

@@ -14,9 +14,10 @@ import torch
 
 import tests.kernels.test_megakernel_on_cpu as on_cpu
 from kernels.cuda.check import Case, plan_of
+from kernels.cuda.phases import KernelDims
 from kernels.cuda.reference import Reference
 
-DIMS = replace(on_cpu.small(256, 4, 2, 64, 512, layers=1), vocab=4000)  # a head of many stages
+DIMS = replace(on_cpu.small(256, 4, 2, 64, 512, layers=1), vocab=8000)  # a head of many stages
 STAGES, ROUND = 5, 2  # a warp reads every second stage of the head
 SEEDS = (1, 2, 5, 7, 11)
 pytestmark = [
@@ -25,37 +26,58 @@ pytestmark = [
 ]
 
 
-def errors(folder: Path, monkeypatch: pytest.MonkeyPatch, window: int | None = None) -> list[float]:
-    """Relative error of a step's logits by seed; infinite where any is NaN. window: in spite of what the plan says."""
+def errors(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dims: KernelDims,
+    tuning: dict[str, int],
+    turn: int,
+    forced: dict[str, int] | None = None,
+) -> list[float]:
+    """Relative error of a step's logits by seed; infinite where any is NaN, or nothing came. turn: stages of a round of
+    the warps, as the test means it. forced: constants in spite of what the plan says."""
 
     def planned(*arguments: Any) -> Any:
-        plan = plan_of(*arguments[:5], tuning={"STAGES": STAGES})
-        assert round_of_head(plan) == ROUND
-        if window is not None:
-            plan.constants["HEAD_WINDOW"] = str(window)
+        plan = plan_of(*arguments[:5], tuning=tuning, clusters=False)
+        assert round_of_gate_up(plan) == turn
+        plan.constants.update({name: str(value) for name, value in (forced or {}).items()})
         return plan
 
     monkeypatch.setattr(on_cpu, "plan_of", planned)
-    gpu = on_cpu.EmulatedGpu(folder, DIMS, Case(DIMS, "int4", 128), 1, 3)
+    gpu = on_cpu.EmulatedGpu(folder, dims, Case(dims, "int4", 128), 1, 3)
     expected, found = Reference(gpu.model, 64).step([7], 0)[0], []
     for seed in SEEDS:
-        p, logits = gpu._parameters(), np.full((1, DIMS.vocab), np.nan, np.float32)
+        p, logits = gpu._parameters(), np.full((1, dims.vocab), np.nan, np.float32)
         p.logits, p.tokens[0] = logits.ctypes.data, 7
         p.columns, p.position, p.max_tokens = 1, 0, 1
-        assert gpu._run(ctypes.byref(p), ctypes.c_uint64(seed)) == 0, "deadlock"
+        done = gpu._run(ctypes.byref(p), ctypes.c_uint64(seed)) == 0
         error = float((torch.from_numpy(logits) - expected).norm() / expected.norm())
-        found.append(error if np.isfinite(error) else float("inf"))
+        found.append(error if done and np.isfinite(error) else float("inf"))
     return found
 
 
-def round_of_head(plan: Any) -> int:
-    return int(plan.constants["CONSUMER_WARPS"]) // int(plan.constants["HEAD_UNITS_PER_STAGE"])
+def round_of_gate_up(plan: Any) -> int:
+    return int(plan.constants["CONSUMER_WARPS"]) // int(plan.constants["GATE_UP_UNITS_PER_STAGE"])
 
 
-def test_the_plans_window_waits_for_every_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert max(errors(tmp_path, monkeypatch)) < 3e-3
+# (shape, tuning, stages of a round, what the plan must not say): a head of many stages; and a ring of just one round,
+# whose phases have more stages than that, in rounds of a warp less.
+LONG_HEAD = (DIMS, {"STAGES": STAGES}, ROUND, {"HEAD_WINDOW": STAGES - ROUND + 1})
+FULL_RING = (
+    replace(on_cpu.small(896, 14, 2, 64, 896, layers=1), vocab=256),
+    {"STAGES": 4, "STAGE_BYTES": 4352, "HEAD_WINDOW": 1},
+    4,
+    {"LATE_WINDOW": 3},
+)
 
 
-def test_one_stage_more_in_flight_reads_what_has_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The bound is sharp, and the test above could fail."""
-    assert max(errors(tmp_path, monkeypatch, window=STAGES - ROUND + 1)) > 3e-3
+@pytest.mark.parametrize("case", [LONG_HEAD, FULL_RING], ids=["long head", "full ring"])
+def test_the_plans_windows_wait_for_every_copy(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dims, tuning, turn, _ = case
+    assert max(errors(tmp_path, monkeypatch, dims, tuning, turn)) < 3e-3
+
+
+@pytest.mark.parametrize("case", [LONG_HEAD, FULL_RING], ids=["long head", "full ring"])
+def test_more_stages_in_flight_read_what_has_not_come(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bounds are needed, and the test above could fail."""
+    assert max(errors(tmp_path, monkeypatch, *case)) > 3e-3
