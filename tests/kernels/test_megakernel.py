@@ -108,8 +108,8 @@ def test_smollm2s_kernel_compiles_with_a_drafter(columns: int, record_property):
     for part, report in (("layers", main), ("drafter", draft)):
         record_property(part, report.spills)
         print(f"{columns} columns, {part}: {report.spills} bytes of spills")
-    # NVRTC 13: 4, 16 and 68 in the layers, none in their inner loops.
-    assert main.spills <= {2: 16, 4: 64, 8: 80}[columns]
+    # NVRTC 13: 4, 4 and 56 in the layers, none in their inner loops.
+    assert main.spills <= {2: 16, 4: 64, 8: 64}[columns]
     assert draft.spills <= 320
 
 
