@@ -148,7 +148,7 @@ struct Shared {
     alignas(16) GroupOfX x[PADDED_TOKENS][MOST_GROUPS];  // by the weights' scale groups
     KeyShare share;
     float squares[COLUMNS][SQUARE_ITEMS];  // of the embedding
-    float factor[NORMED_PHASES][COLUMNS];  // RMSNorm's
+    float factor[NORMED_PHASES][COLUMNS];  // RMSNorm's, of the input of these phases
     float norm_weight[2][RESIDUAL_TILES * TILE_ROWS];  // of the owned rows, for what reads them after o, after down
     float rope[COLUMNS][HEAD_DIM];  // cosines, then sines
     float residual[RESIDUAL_TILES * TILE_ROWS][COLUMNS];
@@ -209,6 +209,7 @@ struct Context {
     // At the start of a phase: see opaque().
     __device__ __forceinline__ void forget() { warp = opaque(warp), lane = opaque(lane); }
 
+    // Where a phase's sums lie: behind its x.
     template <class P>
     __device__ __forceinline__ float* part() const { return reinterpret_cast<float*>(arena + P::SUMS_AT); }
     __device__ __forceinline__ void sync() const { sync_consumers(); }

@@ -29,10 +29,7 @@ CONSUMER_WARPS = 16
 MAX_SPLITS = 16  # of the keys of one KV head
 # Wanted; 8 KB stages already stream at 95 % of the H200's bandwidth, smaller ones do not.
 STAGE_BYTES = 17408
-# Eight columns are so slow that half as many bytes in flight do, and hops wait for fewer; unless a layer is long (on an
-# H200 Granite-3B's, 300 KB an SM, took 1,062 instead of 1,085 us, Mistral-7B's, 870 KB, 1,885 instead of 1,751), or
-# half a stage would hold less than SHORTEST_STAGE.
-SLOW_COLUMNS, LONG_LAYER, SHORTEST_STAGE = 8, 524288, 8192
+SLOW_COLUMNS, LONG_LAYER, SHORTEST_STAGE = 8, 524288, 8192  # see wanted_stage; bytes an SM of a layer, of a stage
 BLOCKS_PER_SPLIT = 5  # of 16 positions; 1,024 positions then make thirteen splits
 WINDOW = 1  # stages in flight in the layers; more of them only lengthen the hops
 HEAD_WINDOW = 4  # and in the head, where there are none; of half stages twice as many
@@ -59,6 +56,19 @@ class Plan:
     constants: dict[str, str]  # the kernel's macros
     scratch_bytes: int  # of the hop buffers, zeroed before each launch
     threads: int
+
+
+def wanted_stage(phases: Mapping[str, Phase], split: Split, columns: int, warps: int, kv_bytes: int) -> int:
+    """Most bytes of a stage of the ring. kv_bytes: of 16 positions' keys and values of one head.
+
+    Eight columns are so slow that half as many bytes in flight do, and hops wait for fewer, unless a layer is long (on
+    an H200 Granite-3B's, 300 KB an SM, took 1,069 instead of 1,085 us, Mistral-7B's, 870 KB, 1,885 instead of 1,751),
+    or half a stage would hold too little.
+    """
+    half = STAGE_BYTES // 2
+    held = min(p.units_per_stage(half, warps) * p.unit_bytes for p in phases.values() if p.name != "head")
+    halved = columns >= SLOW_COLUMNS and max(split.layer_bytes) < LONG_LAYER and held >= SHORTEST_STAGE
+    return half if halved and kv_bytes <= half else STAGE_BYTES
 
 
 def make_plan(
@@ -97,10 +107,7 @@ def make_plan(
     kv_bytes = 4 * KV_BLOCK * hd
     shares = phases["o"].shares
     copies = 1 if shares > 1 and columns > 1 else HOP_COPIES
-    half = STAGE_BYTES // 2
-    shortest = min(p.units_per_stage(half, warps) * p.unit_bytes for p in phases.values() if p.name != "head")
-    halved = columns >= SLOW_COLUMNS and max(split.layer_bytes) < LONG_LAYER and shortest >= SHORTEST_STAGE
-    wanted = tuning.get("STAGE_BYTES", half if halved and kv_bytes <= half else STAGE_BYTES)
+    wanted = tuning.get("STAGE_BYTES", wanted_stage(phases, split, columns, warps, kv_bytes))
     head_window, copies = HEAD_WINDOW * max(1, STAGE_BYTES // wanted), tuning.get("HOP_COPIES", copies)
     kv_per_stage = 1 << int(math.log2(max(1, wanted // kv_bytes)))
 
@@ -171,10 +178,8 @@ def make_plan(
     def window(most: int) -> int:
         """Stages in flight. Copies end in any order, and a warp that waits for a slot knows only that the stage a round
         before its own has come: what the slot held before must not be among those still in flight then."""
-        for turn in rounds:  # one stage in flight at a time is always in order
-            most = min(most, max(1, stages - turn))
-        assert most >= 1, "a round of the warps fits the ring"
-        return min(most, stages - 1)
+        assert max(rounds) <= stages, "a round of the warps fits the ring"
+        return max(1, min(most, stages - max(rounds)))  # one in flight at a time is always in order
 
     def f(value: float) -> str:
         return f"{float(value)!r}f"

@@ -146,13 +146,14 @@ __device__ __forceinline__ void sync_some(int group) {
 
 __device__ __forceinline__ u8* dynamic_shared_memory() {
     extern __shared__ __align__(128) u8 memory[];
-    u32 address = shared_address(memory);
-#ifndef DRAFTER
-    // The compiler asks a special register for the address wherever it is used, often where SMs wait (twenty times a layer).
-    // One that it does not know it keeps; that it is of shared memory, it still sees. With a drafter it has no register for
-    // it (SmolLM2, four columns: 96 instead of 16 bytes of spills).
+    return memory;
+}
+
+// The same address, which the compiler now keeps in a register. One that it knows it asks a special register for, wherever
+// it is used, often where SMs wait (in the megakernel twenty times a layer). It still sees that this is shared memory.
+__device__ __forceinline__ u8* kept_in_register(u8* shared) {
+    u32 address = shared_address(shared);
     asm volatile("" : "+r"(address));
-#endif
     return static_cast<u8*>(__cvta_shared_to_generic(address));
 }
 

@@ -237,6 +237,7 @@ inline void mma_f16(float& c0, float& c1, float& c2, float& c3, u32 a0, u32 a1, 
 
 inline u32 shared_address(const void* p) { return u32(static_cast<const u8*>(p) - block_now->shared); }
 inline u8* dynamic_shared_memory() { return block_now->shared; }
+inline u8* kept_in_register(u8* shared) { return shared; }
 inline uint4 load_matrices(u32 row) {
     block_now->values[thread_now] = row;
     meet(warp_now(), 32);
