@@ -146,11 +146,11 @@ def test_what_a_slot_held_before_has_come_when_a_warp_looks_at_it(arch: str, col
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "arch", "columns", "most"),  # NVRTC 13.5 spills 0, 28, 36, 52 and 96 bytes
+    ("shape", "arch", "columns", "most"),  # NVRTC 13.5 spills 0, 28, 8, 36 and 92 bytes
     [
         ("granite-3b", "sm_90a", 1, 16),
         ("granite-3b", "sm_100a", 1, 128),
-        ("qwen3-1.7b", "sm_90a", 1, 48),  # heads of 128
+        ("qwen3-1.7b", "sm_90a", 1, 16),  # heads of 128
         ("llama-3.2-3b", "sm_90a", 1, 64),  # the same, and units whose place in K changes
         ("granite-3b", "sm_90a", 8, 128),  # two tiles of tokens stay in registers, and it is faster so
     ],
